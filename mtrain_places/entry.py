@@ -52,8 +52,9 @@ def localize(
     known: values of the run that resumes. plan: do without weights. data_elsewhere: leave the data.
     """
     problems = []
+    rank = (known or values).get("train.lora.rank")
     for key, kind in KEYS.items():
-        kind = FOLDER if plan and kind == MODEL else kind
+        kind = FOLDER if plan and kind == MODEL else kinds.with_adapters(kind, rank)
         if key not in values or (data_elsewhere and key.startswith("data.")):
             continue
         try:
@@ -68,6 +69,7 @@ def local_words(args: list[str], given: Sequence[tuple[Any, Any]]) -> list[str]:
 
     given: the arguments and options of the command, and their values.
     """
+    args, at = list(args), _indices(args, [param for param, _ in given])
     for param, value in given:
         option = max(param.opts, key=len) if param.param_type_name == "option" else ""
         kind = _WORDS.get(param.metavar, _WORDS.get(option))
@@ -75,9 +77,39 @@ def local_words(args: list[str], given: Sequence[tuple[Any, Any]]) -> list[str]:
             kind = MODEL  # of `mtrain checkpoint import`; an export writes its folder
         if kind is not None:
             path = local(f"{option} " if option else f"{param.metavar}=", value, kind)
-            ends = {value: path, f"{option}={value}": f"{option}={path}"}
-            args = [ends.get(word, word) for word in args]
+            for index in at.get(param.name, ()) if path != value else ():
+                ends = {value: path, f"{option}={value}": f"{option}={path}"}
+                args[index] = ends.get(args[index], args[index])
     return args
+
+
+def _indices(args: Sequence[str], params: Sequence[Any]) -> dict[str, list[int]]:
+    """Return where in a command line the words of each parameter are. Equal words differ in it.
+
+    params: of the words, the arguments in their order. Only one of them may take several words.
+    """
+    options = {name: param for param in params for name in param.opts if name[:1] == "-"}
+    found: dict[str, list[int]] = {}
+    positional: list[int] = []
+    index = 0
+    while index < len(args):
+        word = args[index]
+        if word == "--":
+            positional += range(index + 1, len(args))
+            break
+        option = options.get(word.partition("=")[0]) if word[:1] == "-" else None
+        if option is not None:
+            index += word in options and not option.is_flag  # the next word is its value
+            found.setdefault(option.name, []).append(index)
+        elif word[:1] != "-" or word == "-":
+            positional.append(index)
+        index += 1
+    arguments = [param for param in params if param.param_type_name == "argument"]
+    more = len(positional) - len(arguments)
+    for param in arguments:
+        count = max(0, more + 1) if param.nargs < 0 else 1
+        found[param.name], positional = positional[:count], positional[count:]
+    return found
 
 
 def fetch_named(resume: str, words: Sequence[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.schema import ConfigError
@@ -15,7 +17,7 @@ from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.launch.run_dir import RUNS
 from mtrain_places import names
 from mtrain_places.files import THREADS, format_bytes, say, why
-from mtrain_places.kinds import KEYS
+from mtrain_places.kinds import KEYS, with_adapters
 from mtrain_places.run_place import ID, PlaceError, RunPlace, is_small_file, steps
 
 _RESOLVED = "resolved.yaml"
@@ -122,9 +124,15 @@ def _make_data_local(file: Path) -> None:
     """Fetch the data that the run had fetched, and write their paths here into its settings."""
     raw = documents.read_yaml(file)
     changed = False
+
+    def saved(*path: str) -> Any:
+        return functools.reduce(
+            lambda at, k: at.get(k) if isinstance(at, dict) else None, path, raw
+        )
+
     for key, kind in KEYS.items():
         group, _, name = key.partition(".")
-        value = raw.get(group, {}).get(name) if isinstance(raw, dict) else None
+        value, kind = saved(group, name), with_adapters(kind, saved("train", "lora", "rank"))
         if isinstance(value, str) and value.startswith("/"):
             path = names.local(f"{key}=", value, kind)
             changed |= path != value

@@ -55,6 +55,12 @@ def why(error: BaseException) -> str:
     return one_line(text.splitlines()[0])[:300]
 
 
+def is_below(name: str) -> bool:
+    """Return whether a name that a place gave stays below the folder that it is joined to."""
+    # An empty part leads to an absolute path: "books//etc/x" is "/etc/x" below "books/".
+    return "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+
+
 @dataclass(frozen=True)
 class Place:
     """A file or folder behind a URL. path: as its file system names it."""
@@ -75,10 +81,11 @@ class Place:
             return {"": found[root]}
         inside = {name: facts for name, facts in found.items() if name.startswith(f"{root}/")}
         entries = {name.removeprefix(f"{root}/"): facts for name, facts in inside.items()}
+        entries = {name: facts for name, facts in entries.items() if name and name[-1] != "/"}
         for name in entries:
-            if ".." in PurePosixPath(name).parts or "\\" in name:
+            if not is_below(name):
                 raise ValueError(f"the name {name!r} leads out of the folder")
-        return {name: facts for name, facts in entries.items() if name and name[-1] != "/"}
+        return entries
 
     def at(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
@@ -148,7 +155,7 @@ def cached(subject: str, url: str, version: str, base: str, fill: Callable[[Path
                     try:
                         fill(partial / base)
                         _date(partial, version)
-                        os.rename(partial, entry)
+                        _rename(partial, entry, base)
                     finally:
                         shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:
@@ -156,6 +163,15 @@ def cached(subject: str, url: str, version: str, base: str, fill: Callable[[Path
                 raise
             raise ConfigError(f"{subject}: cannot be copied to {entry} ({why(error)})") from error
     return entry / base
+
+
+def _rename(partial: Path, entry: Path, base: str) -> None:
+    """Give a copy its name, unless another process was faster, as can happen without locks."""
+    try:
+        os.rename(partial, entry)
+    except OSError:
+        if not (entry / base).exists():
+            raise
 
 
 def origin(path: str) -> tuple[str, str, str] | None:
@@ -192,6 +208,7 @@ def copy_here(option: str, url: str) -> Path:
     facts = [[n, *(str(e.get(key, "")) for key in _VERSION)] for n, e in sorted(entries.items())]
     version = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     base = PurePosixPath(urlsplit(url).path.rstrip("/")).name or urlsplit(url).netloc or "files"
+    base = base if is_below(base) else "files"
 
     def fill(target: Path) -> None:
         sizes = {name: int(facts["size"]) for name, facts in entries.items()}

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from mtrain_cli import install_command
@@ -17,7 +18,7 @@ from mtrain_places.files import cache_root, locked, say, why
 from mtrain_places.kinds import FOLDER, MODEL
 
 _SMALL = ["*.json", "tokenizer*", "*.jinja"]
-_WEIGHTS = "*.safetensors"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)/?(.*)")
 
 
@@ -25,6 +26,7 @@ def snapshot(subject: str, name: str, kind: str) -> Path:
     """Return the folder of ``org/name[@revision]`` in the cache of the Hub.
 
     The first process of a node fetches what is missing. kind: ``model`` has weights, others not.
+    Of the weights, only the files that transformers loads are fetched.
 
     Raises ConfigError if it cannot be fetched, or a model has no safetensors.
     """
@@ -32,18 +34,27 @@ def snapshot(subject: str, name: str, kind: str) -> Path:
     with explained(subject, repo, revision):
         import huggingface_hub
 
-        wanted = [*_SMALL, _WEIGHTS] if kind == MODEL else _SMALL
+        def fetched(revision: str | None, wanted: list[str]) -> Path:
+            folder = huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=wanted
+            )
+            return Path(folder)
+
         cache_root().mkdir(parents=True, exist_ok=True)
         with locked(cache_root() / ".hub.lock"):
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repo, revision=revision or None, allow_patterns=wanted
-                )
-            )
+            folder = fetched(revision or None, _SMALL)
+            if kind == MODEL and lacking_weights(folder):
+                # Others, such as fp16/model.safetensors, repeat these weights.
+                fetched(folder.name, [escape(name) for name in _weights(folder)])
     if kind in (MODEL, FOLDER) and not (folder / "config.json").is_file():
         raise ConfigError(f"{subject}: the repository has no config.json, so it holds no model")
-    if kind == MODEL:
-        _require_weights(subject, folder)
+    if kind == MODEL and (lacking := lacking_weights(folder)):
+        if lacking == [_SINGLE]:
+            offline = " in the cache, and HF_HUB_OFFLINE is set" if _offline() else ""
+            what = f"has no safetensors{offline}; mtrain reads no other format of weights"
+        else:
+            what = f"{lacking[0]}, which its index names, could not be fetched"
+        raise ConfigError(f"{subject}: {what}")
     say(f"{subject}: commit {folder.name} of the Hub")
     return folder
 
@@ -54,19 +65,18 @@ def commit_of(path: str) -> tuple[str, str, str] | None:
     return (found[1].replace("--", "/"), found[2], found[3]) if found else None
 
 
-def _require_weights(subject: str, folder: Path) -> None:
-    if not any(folder.glob(_WEIGHTS)):
-        offline = " in the cache, and HF_HUB_OFFLINE is set" if _offline() else ""
-        raise ConfigError(
-            f"{subject}: has no safetensors{offline}; mtrain reads no other format of weights"
-        )
+def lacking_weights(folder: Path) -> list[str]:
+    """Return the files of the weights of a model that its folder lacks."""
+    return [name for name in _weights(folder) if not (folder / name).is_file()]
+
+
+def _weights(folder: Path) -> list[str]:
+    """Return the files that the index of the weights names, or the one file without an index."""
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
-        missing = sorted(n for n in {*map(str, index.values())} if not (folder / n).is_file())
+        index = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        return sorted({*map(str, index.values())})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return  # no index, or a damaged one, which reading the weights reports
-    if missing:
-        raise ConfigError(f"{subject}: {missing[0]}, which its index names, could not be fetched")
+        return [_SINGLE]  # no index, or a damaged one, which reading the weights reports
 
 
 def _offline() -> bool:

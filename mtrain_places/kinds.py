@@ -6,10 +6,17 @@ import re
 
 # A model, a model without weights, its tokenizer.json, data.
 MODEL, FOLDER, TOKENIZER, DATA = "model", "folder", "tokenizer", "data"
+# A model that LoRA adapts. Its checkpoints hold adapters only, so a run that resumes needs it, too.
+BASE = "base"
 KEYS = {"train.init_from": MODEL, "data.tokenizer": TOKENIZER, "data.path": DATA}
 _URL = re.compile(r"[a-z][\w+.-]*://")
 _NAME = re.compile(r"(?!runs/|measurements/|.*\.json$)\w[\w.-]*/\w[\w.-]*(@\S+)?")  # org/name
 _FETCHED = re.compile(r"/.*/(mtrain/places|models--[^/]+/snapshots)/.")  # from an earlier run
+
+
+def with_adapters(kind: str, lora_rank: object) -> str:
+    """Return the kind of a place in a run with ``train.lora.rank``."""
+    return BASE if kind == MODEL and lora_rank and str(lora_rank) != "0" else kind
 
 
 def is_url(text: object) -> bool:

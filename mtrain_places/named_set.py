@@ -62,6 +62,11 @@ def _rows(subject: str, repo: str, commit: str, split: str, options: dict[str, s
         import datasets
     except ImportError as error:
         raise ConfigError(f"{subject}: needs datasets; {install_command('hub')}") from error
+    if Path(repo).exists():  # datasets would read it in place of the Hub's set
+        raise ConfigError(
+            f"{subject}: the folder {repo} here hides the data set of the Hub from the package "
+            f"datasets; give {repo} to read the folder, or work in another folder"
+        )
     with ExitStack() as stack:
         stack.enter_context(hub.explained(subject, f"datasets/{repo}"))
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_places import files, hub, named_set
-from mtrain_places.kinds import DATA, TOKENIZER, is_url
+from mtrain_places.kinds import BASE, DATA, MODEL, TOKENIZER, is_url
 
 _HUB = "hf://"
 _FILES_OF_HUB = ("hf://datasets/", "hf://buckets/", "hf://spaces/", "hf://models/")
@@ -20,6 +20,7 @@ def local(option: str, value: str, kind: str, known: object = None) -> str:
     subject = f"{option}{value}"
     if value.startswith("/"):
         return _again(option, value, kind)
+    kind = MODEL if kind == BASE else kind
     if isinstance(known, str) and _came_from(known, value):
         return known
     is_named = not is_url(value) or (value.startswith(_HUB) and not value.startswith(_FILES_OF_HUB))
@@ -58,13 +59,16 @@ def _again(option: str, path: str, kind: str) -> str:
 
     Raises ConfigError if the place now has other files.
     """
-    if os.path.lexists(path):
+    commit = hub.commit_of(path)
+    is_whole = kind != BASE or commit is None or not hub.lacking_weights(Path(path))
+    if os.path.lexists(path) and is_whole:
         return path
-    if (commit := hub.commit_of(path)) is not None:
-        # A run that resumes has its weights in the checkpoint.
-        if kind != TOKENIZER:
+    if commit is not None:
+        # A run that resumes has its weights in the checkpoint, unless LoRA adapts them.
+        if kind not in (TOKENIZER, BASE):
             return path
-        return str(hub.snapshot(f"{option}{path}", f"{commit[0]}@{commit[1]}", kind) / commit[2])
+        name, kind = f"{commit[0]}@{commit[1]}", MODEL if kind == BASE else kind
+        return str(hub.snapshot(f"{option}{path}", name, kind) / commit[2])
     found = files.origin(path)
     if found is None:
         return path

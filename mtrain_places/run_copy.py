@@ -2,14 +2,18 @@
 
 A thread of the first process of each node sends what is complete on disk. It never holds training
 up: a place that fails is tried again, then left with a warning until the next checkpoint. Each node
-sends the files that its ranks wrote, and the first one the manifest, after all of them are there.
+sends the files that its ranks wrote, then a mark with the hash of their manifest. The first node
+sends the manifest, after the marks of all others. A mark says which attempt the files are of, since
+a run that falls back trains the same steps again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
+import re
 import shutil
 import tempfile
 import threading
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import NAME as MANIFEST
-from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
+from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps, manifest_file
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_places.files import why
 from mtrain_places.run_place import ID, PlaceError, RunPlace, small_files, steps
@@ -40,6 +44,9 @@ END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_FAILURE_S = 120.0
 _END_AFTER_ERROR_S = 30.0
 _START_S = 30.0
+_MARK = re.compile(r"node-(\d{1,5})-(\d{1,5})")  # first and last rank of a node
+_FILE_OF_RANK = re.compile(r"__(\d+)_.*")
+_NONE = (-1, 0)
 
 
 class RunCopy(Callback):
@@ -54,12 +61,14 @@ class RunCopy(Callback):
         self._place = RunPlace(remote, run_dir.path)
         self._message, self._lines = message, queue.SimpleQueue[tuple[str, bool]]()
         self._first = environment.rank == 0
-        ranks = range(environment.rank, environment.rank + environment.local_workers)
-        self._own = tuple(f"__{rank}_" for rank in ranks)
+        self._ranks = range(environment.rank, environment.rank + environment.local_workers)
+        self._mark = f"node-{self._ranks[0]}-{self._ranks[-1]}"
         self._sent_files: dict[str, tuple[int, int]] = {}
         self._looked = 0.0  # when the small files were looked at
-        # The newest checkpoint that is there, and the one of the last attempt if that failed.
-        self._sent_step, self._tried_step = -1, -2
+        # Step and time of the newest checkpoint that is there, and of the one whose attempt failed.
+        self._sent, self._tried = _NONE, (-2, 0)
+        # The steps of all checkpoints that were here, from before training may remove some.
+        self._seen = set(committed_steps(run_dir.path / "checkpoints"))
         self._failing = False  # whether the last attempt failed
         self._begun_step = -1  # the last one whose save has begun
         self._has_id = False
@@ -150,25 +159,36 @@ class RunCopy(Callback):
                 return
             except Exception as error:  # a copy must never end a training
                 self._failing = True
-                last = f"step {self._sent_step}" if self._sent_step >= 0 else "no checkpoint"
+                last = f"step {self._sent[0]}" if self._sent != _NONE else "no checkpoint"
                 when = "" if ended else "; tried again with the next checkpoint"
                 self._say(f"failed ({why(error)}); it has {last}{when}", warning=True)
-        if self._first and self._sent_step >= 0:
-            self._say(f"{self._place.url} has the checkpoint of step {self._sent_step}")
+        if self._first and self._sent != _NONE:
+            self._say(f"{self._place.url} has the checkpoint of step {self._sent[0]}")
 
-    def _newest(self) -> int:
-        return max(committed_steps(self._folder / "checkpoints"), default=-1)
+    def _newest(self) -> tuple[int, int]:
+        """Return step and time of the newest checkpoint here. One that is trained again is new."""
+        folder = self._folder / "checkpoints"
+        here = committed_steps(folder)
+        self._seen.update(here)
+        for step in here:
+            # A run that fell back to an earlier checkpoint leaves later ones, which do not count.
+            if self._begun_step < 0 or step <= self._begun_step:
+                with contextlib.suppress(FileNotFoundError):
+                    return step, manifest_file(folder, step).stat().st_mtime_ns
+        return _NONE
 
     def _copy(self, ended: bool) -> None:
         newest, until = self._newest(), time.monotonic() + _LATE_S
-        while ended and not self._first and newest < self._begun_step and time.monotonic() < until:
+        while (
+            ended and not self._first and newest[0] < self._begun_step and time.monotonic() < until
+        ):
             time.sleep(_POLL_S)  # a shared disk may show the files of another node later
             newest = self._newest()
-        is_new = newest > self._sent_step and (ended or newest != self._tried_step)
-        is_due = time.monotonic() - self._looked > _SMALL_FILES_S and newest != self._tried_step
+        is_new = newest not in (_NONE, self._sent) and (ended or newest != self._tried)
+        is_due = time.monotonic() - self._looked > _SMALL_FILES_S and newest != self._tried
         if not (is_new or is_due or ended):
             return
-        self._tried_step = newest
+        self._tried = newest
         if self._first:
             if not self._has_id:
                 self._claim()
@@ -177,7 +197,7 @@ class RunCopy(Callback):
             self._send_checkpoint(newest)
         if ended and self._first:
             self._write_page()  # last, since the machine may be taken away
-        self._tried_step, self._failing = -2, False
+        self._tried, self._failing = (-2, 0), False
 
     def _send_small_files(self) -> None:
         self._looked = time.monotonic()
@@ -187,40 +207,56 @@ class RunCopy(Callback):
                     self._place.put(self._folder / name, name)
                     self._sent_files[name] = facts
 
-    def _send_checkpoint(self, step: int) -> None:
+    def _send_checkpoint(self, newest: tuple[int, int]) -> None:
+        step = newest[0]
         folder, prefix = self._folder / "checkpoints" / f"step-{step}", f"checkpoints/step-{step}/"
         try:
             manifest = Manifest.read(folder)
             content = (folder / MANIFEST).read_bytes()
             held = self._hold(folder, [n for n in manifest.files if self._is_own(n)])
+            if (folder / MANIFEST).read_bytes() != content:
+                return  # the links may be to files of either
         except (ManifestError, FileNotFoundError):
             return  # a newer one has replaced it
         try:
             if self._place.read(prefix + MANIFEST) != content:
-                self._send_files(step, manifest, held, prefix)
+                mark = hashlib.sha256(content).hexdigest().encode()
+                self._send_files(manifest, mark, held, prefix)
                 if self._first:
-                    self._wait_for_nodes(manifest, prefix)
+                    self._wait_for_nodes(manifest, mark, prefix)
                     self._place.write(prefix + MANIFEST, content)
-            self._sent_step = step
+            self._sent = newest
             if self._first:
                 self._remove_superseded(step)
         finally:
             shutil.rmtree(self._links, ignore_errors=True)
 
-    def _send_files(self, step: int, manifest: Manifest, held: Path, prefix: str) -> None:
+    def _send_files(self, manifest: Manifest, mark: bytes, held: Path, prefix: str) -> None:
+        """Send the files of this node, then its mark. Nothing if they are there with this mark."""
         there = self._place.files()
-        if self._first and prefix + MANIFEST in there:  # the run trained this step again
-            self._place.remove_checkpoint(step, there)
+        own = prefix + self._mark
+        is_there = own in there and self._place.read(own) == mark
+        # A manifest of an earlier attempt. The first node writes this one after the marks of all.
+        if prefix + MANIFEST in there and (self._first or not is_there):
+            self._place.remove(prefix + MANIFEST)
+        if is_there:
+            return
+        for name in there:  # marks of earlier attempts, which may have had other nodes
+            marked = _marked(name, prefix)
+            if set(marked) & set(self._ranks):
+                self._place.remove(name)
         for name, entry in manifest.files.items():
             # A file of this size from before a failure may be another one, so it is sent again.
             if self._is_own(name):
                 self._place.put(held / name, prefix + name)
                 if (held / name).stat().st_size != entry.bytes:
                     raise PlaceError(f"{held / name} has changed")
+        if len(self._ranks) < manifest.workers:
+            self._place.write(own, mark)
 
     def _is_own(self, name: str) -> bool:
-        other = not name.startswith("__")  # .metadata
-        return name.startswith(self._own) or (self._first and other)
+        rank = _rank_of(name)
+        return rank in self._ranks or (self._first and rank is None)
 
     def _hold(self, folder: Path, names: list[str]) -> Path:
         """Link files, so that they stay until they are sent, and return the folder of the links."""
@@ -235,26 +271,40 @@ class RunCopy(Callback):
             return folder
         return self._links
 
-    def _wait_for_nodes(self, manifest: Manifest, prefix: str) -> None:
-        """Wait until all files of a checkpoint are there. Raise PlaceError if some do not come."""
-        expected = {prefix + name: entry.bytes for name, entry in manifest.files.items()}
-        until = time.monotonic() + _OTHER_NODES_S
+    def _wait_for_nodes(self, manifest: Manifest, mark: bytes, prefix: str) -> None:
+        """Wait until all files of a checkpoint are there, each from a node with this mark.
+
+        Raise PlaceError if some do not come.
+        """
+        arrived, until = {None, *self._ranks}, time.monotonic() + _OTHER_NODES_S
         while True:
             there = self._place.files()
-            lacking = [name for name, size in expected.items() if there.get(name) != size]
+            for name in there:
+                marked = _marked(name, prefix)
+                if not arrived.issuperset(marked) and self._place.read(name) == mark:
+                    arrived.update(marked)
+            lacking = [
+                name
+                for name, entry in manifest.files.items()
+                if there.get(prefix + name) != entry.bytes or _rank_of(name) not in arrived
+            ]
             if not lacking:
                 return
-            if time.monotonic() > until or all(self._is_own(Path(n).name) for n in lacking):
-                raise PlaceError(f"{lacking[0]} did not arrive")
+            if time.monotonic() > until or all(map(self._is_own, lacking)):
+                raise PlaceError(f"{prefix}{lacking[0]} did not arrive")
             time.sleep(_POLL_S)
 
     def _remove_superseded(self, step: int) -> None:
-        """Remove the checkpoints that the run has removed here, and older incomplete ones."""
+        """Remove the checkpoints that this run has removed here, and older incomplete ones.
+
+        Those that were never here stay: a run that was fetched has only its newest one here.
+        """
         there = self._place.files()
-        kept = {step, *committed_steps(self._folder / "checkpoints")}
+        here = committed_steps(self._folder / "checkpoints")
+        removed = self._seen.difference(here) if here else set()
         complete = set(steps(there))
         for old in steps(there, complete=False):
-            if old < step and (old not in kept or old not in complete):
+            if old < step and (old in removed or old not in complete):
                 self._place.remove_checkpoint(old, there)
 
     def _write_page(self) -> None:
@@ -272,3 +322,15 @@ class RunCopy(Callback):
             raise
         except Exception as error:  # a page is no reason to lose a checkpoint
             self._say(f"no report page ({why(error)})", warning=True)
+
+
+def _rank_of(name: str) -> int | None:
+    """Return the rank that wrote a file of a checkpoint; None of .metadata, which is rank 0's."""
+    found = _FILE_OF_RANK.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def _marked(name: str, prefix: str) -> range:
+    """Return the ranks of which a file at the place is the mark. Empty if it is none."""
+    found = _MARK.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    return range(int(found[1]), int(found[2]) + 1) if found else range(0)

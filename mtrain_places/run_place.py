@@ -4,6 +4,7 @@ s3://bucket/runs/night/                     run.remote=s3://bucket/runs, run.nam
   remote.id, resolved.yaml, metrics.jsonl, ...
   checkpoints/step-40/manifest.json         written last: without it, a checkpoint is incomplete
   checkpoints/step-40/__0_0.distcp, ...
+  checkpoints/step-40/node-8-15             says of which manifest the files of ranks 8 to 15 are
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeVar
 
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import NAME as MANIFEST
-from mtrain_places.files import Place, open_place, why
+from mtrain_places.files import Place, is_below, open_place, why
 
 T = TypeVar("T")
 ID = "remote.id"
@@ -105,12 +106,16 @@ class RunPlace:
         file.parent.mkdir(parents=True, exist_ok=True)
         retried(lambda: self._place.fs.get_file(self._place.at(name), str(file)))
 
+    def remove(self, name: str) -> None:
+        """Remove a file, which may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            retried(partial(self._place.fs.rm_file, self._place.at(name)))
+
     def remove_checkpoint(self, step: int, files: dict[str, int]) -> None:
         """Remove the files of a checkpoint, its manifest first."""
         inside = [name for name in files if name.startswith(f"checkpoints/step-{step}/")]
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
-            with contextlib.suppress(FileNotFoundError):
-                retried(partial(self._place.fs.rm_file, self._place.at(name)))
+            self.remove(name)
             files.pop(name)
         with contextlib.suppress(Exception):  # an empty folder does no harm
             self._place.remove_empty(f"checkpoints/step-{step}")
@@ -126,7 +131,7 @@ def is_small_file(name: str) -> bool:
     """Return whether the copy of a run has this file, which is none of a checkpoint."""
     first, is_inside, rest = name.partition("/")
     if is_inside:
-        return first in _FOLDERS and ".." not in rest.split("/")
+        return first in _FOLDERS and is_below(rest)
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS)
 
 

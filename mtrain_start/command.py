@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mtrain_cli.commands.options import MOST_WORKERS, argument, bounded, flag, option, writing
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.printable import one_line
@@ -64,7 +65,7 @@ def init(
         folder: Folder for the recipe; by default the name of the job.
         job: What to do: text, chat, extend, lora or profile.
         data: File or folder with the data; by default the sources of Python's standard library.
-        model: Folder of a Hugging Face model, for chat, extend and lora.
+        model: Folder of a Hugging Face model, or its name on the Hub, for chat, extend and lora.
         gpus: Number of GPUs, or 0 for two CPU processes; by default all GPUs here, or the CPU.
         force: Replace files of an earlier recipe.
     """
@@ -85,14 +86,16 @@ def init(
     if data is not None and not Path(data).expanduser().exists():
         raise ConfigError(f"--data {data}: no such file or folder")
     folder = folder or Path(job)
+    base = _without_weights(model) if model is not None else None
+    reach = _reach(base) if base is not None else (0, False)
     files = {
-        folder / "recipe" / f"{job}.yaml": _recipe(folder, job, data, model, gpus),
+        folder / "recipe" / f"{job}.yaml": _recipe(folder, job, data, model, reach, gpus),
         folder / "run.sh": _script(job, gpus),
     }
     taken = [str(file) for file in files if file.exists() or file.is_symlink()]
     if taken and not force:
         raise ConfigError(f"{taken[0]}: exists; give another FOLDER, or --force to replace it")
-    _check(job, next(iter(files.values())))
+    _check(job, next(iter(files.values())), model, base)
     with writing(folder):
         for file, text in files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,9 +111,17 @@ def init(
         typer.echo(one_line(f"{name:<6} {shlex.join(words)}"))
 
 
-def _recipe(folder: Path, job: str, data: str | None, model: str | None, gpus: int | None) -> str:
+def _recipe(
+    folder: Path,
+    job: str,
+    data: str | None,
+    model: str | None,
+    length: tuple[int, bool],
+    gpus: int | None,
+) -> str:
+    """Return the text of a recipe. length: of the model, as `_reach` returns it."""
     on_gpus = gpus > 0 if gpus is not None else Path("/dev/nvidiactl").exists()
-    reach, scaled = _reach(model) if model is not None else (0, False)
+    reach, scaled = length
     words = {
         "folder": one_line(shlex.quote(str(folder))),
         "kind": _kind(data),
@@ -170,6 +181,16 @@ def _quoted(path: str) -> str:
     return json.dumps(str(here.absolute()) if here.exists() else path, ensure_ascii=False)
 
 
+def _without_weights(model: str) -> str:
+    """Return the folder of a model. A name's config and tokenizer are fetched from the Hub.
+
+    Raises ConfigError if they cannot be fetched.
+    """
+    for places in plugins.places():
+        return str(places.local("--model ", model, places.FOLDER))
+    return model
+
+
 def _reach(model: str) -> tuple[int, bool]:
     """Return the length that a model was trained on, and whether its positions are scaled."""
     try:
@@ -207,16 +228,23 @@ mtrain report                  # who waits for whom in the recorded steps
 """
 
 
-def _check(job: str, recipe: str) -> None:
-    """Compose the recipe as `mtrain train` does. Raises ConfigError."""
+def _check(job: str, recipe: str, model: str | None, base: str | None) -> None:
+    """Compose the recipe as `mtrain train` does. Raises ConfigError.
+
+    base: the folder of the model, which replaces a name, so that no weights are fetched.
+    """
     from mtrain_cli.composition.compose import compose
 
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "recipe" / f"{job}.yaml"
         file.parent.mkdir()
+        if model is not None and base is not None and base != model:
+            recipe = recipe.replace(_quoted(model), _quoted(base))
         file.write_text(recipe, encoding="utf-8")
         try:
             compose([f"recipe={job}"], Path(place))
         except ConfigError as error:
             lines = (line.replace(f"{file}: ", "") for line in error.problems)
+            if model is not None and base is not None:
+                lines = (line.replace(base, model) for line in lines)
             raise ConfigError(*lines) from None

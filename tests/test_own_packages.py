@@ -49,7 +49,7 @@ IMPORTED = {
         data.corpora data.store data.text_files data.token_cache data.tokenizers
     """,
     "mtrain_start": """
-        commands.options composition.compose config.schema config.suggest printable
+        commands.options composition.compose config config.schema config.suggest printable
     """,
     "mtrain_trackers": """
         config config.schema evaluation.results launch.run_dir records.metrics reporting

@@ -138,12 +138,41 @@ def test_an_incomplete_copy_is_never_used(machine, monkeypatch, tmp_path):
     assert Path(local("data.path=", "memory://a.txt", "data")).read_bytes() == b"first"
 
 
-def test_a_name_that_leads_out_of_the_folder_is_refused(machine, monkeypatch):
-    machine.pipe_file("/d/a.txt", b"first")
-    facts = {"size": 1, "type": "file", "name": "/d/../../a.txt"}
-    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: {"/d/../../a.txt": facts})
+@pytest.mark.parametrize(
+    "name", ["../../a.txt", "{absolute}/a.txt", "b//a.txt", "b/./a.txt", "b\\a.txt"]
+)
+def test_a_name_that_leads_out_of_the_folder_is_refused(monkeypatch, tmp_path, name):
+    key = f"/d/{name.format(absolute=tmp_path)}"
+    facts = {key: {"size": 5, "type": "file", "name": key}}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: facts)
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda *a, **_: Path(a[2]).write_bytes(b"first")
+    )
     with pytest.raises(ConfigError, match="leads out of the folder"):
         local("data.path=", "memory://d", "data")
+    assert not list(tmp_path.rglob("a.txt"))
+
+
+def test_without_locks_the_first_copy_stays(machine, monkeypatch):
+    """While this process copies, another one makes the same copy."""
+    machine.pipe_file("/d/a.txt", b"first")
+
+    def flock(*_):
+        raise OSError("no locks")
+
+    others, get = [], MemoryFileSystem.get_file
+
+    def get_file(self, *rest, **options):
+        monkeypatch.setattr(MemoryFileSystem, "get_file", get)
+        others.append(files.copy_here("data.path=", "memory://d"))
+        get(self, *rest, **options)
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+    folder = files.copy_here("data.path=", "memory://d")
+    assert others == [folder]
+    assert (folder / "a.txt").read_bytes() == b"first"
+    assert len([*folder.parent.parent.glob(".*tmp*")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -230,6 +259,13 @@ def test_the_package_datasets_streams_a_named_set(monkeypatch, tmp_path):
         path = Path(local("data.path=", "hf://org/set", "data"))
         assert path.read_text() == '{"text": "one"}\n{"text": "two"}\n'
         assert path.name == "set.jsonl"
+        (tmp_path / "org" / "set").mkdir(parents=True)
+        (tmp_path / "org" / "set" / "train.jsonl").write_text('{"text": "local"}\n')
+        names.local.cache_clear()
+        assert Path(local("data.path=", "hf://org/set", "data")) == path
+        with pytest.raises(ConfigError, match=r"the folder org/set here hides the data set of the"):
+            local("data.path=", "hf://org/set?split=test", "data")
+        shutil.rmtree(tmp_path / "org")
         hub.sets["org/code"] = {"code.py": b"raise SystemExit", "train.jsonl": b'{"text": "one"}\n'}
         with pytest.raises(ConfigError, match=r"hf://org/code: .*scripts are no longer supported"):
             local("data.path=", "hf://org/code", "data")

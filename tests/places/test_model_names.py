@@ -5,18 +5,24 @@ The Hub is a server on loopback, and huggingface_hub is the real package.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import typer
+import yaml
 from places.fake_hub import COMMIT, fake_hub
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.config import plugins, resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model import huggingface
-from mtrain_places import names
+from mtrain_places import entry, fetched_run, kinds, names
 
 MODEL = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1",
          "model.head_dim=16", "model.intermediate_size=48", "seq=64"]  # fmt: skip
@@ -71,6 +77,66 @@ def test_a_name_becomes_the_folder_of_its_commit(capsys):
     }  # fmt: skip
 
 
+def test_only_the_weights_that_transformers_loads_are_fetched(hub):
+    files = hub.models["org/small"]
+    weights = files["model.safetensors"]
+    others = ("fp16/model.safetensors", "consolidated.safetensors", "model.fp16.safetensors")
+    hub.models["org/small"] = files | dict.fromkeys(others, weights)
+    names.local("", "org/small", kinds.MODEL)
+    assert [name for name in hub.downloads if "safetensors" in name] == ["model.safetensors"]
+
+    hub.downloads.clear()
+    parts = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+    index = json.dumps({"weight_map": {"a": parts[0], "b": parts[1]}}).encode()
+    hub.models["org/parts"] = {
+        "config.json": files["config.json"], "model.safetensors.index.json": index,
+        "model.safetensors": weights, **dict.fromkeys(parts, weights),
+    }  # fmt: skip
+    folder = names.local("", "org/parts", kinds.MODEL)
+    assert sorted(p.name for p in Path(folder).glob("*.safetensors")) == [*parts]
+    hub.models["org/torn"] = {n: c for n, c in hub.models["org/parts"].items() if n != parts[1]}
+    with pytest.raises(ConfigError, match=rf"{parts[1]}, which its index names, could not be"):
+        names.local("", "org/torn", kinds.MODEL)
+
+
+@pytest.mark.parametrize("lost", ["snapshot", "weights"])
+def test_a_lora_run_gets_its_base_model_again(hub, tmp_path, lost):
+    path = names.local("", "org/small", kinds.MODEL)
+    if lost == "snapshot":
+        shutil.rmtree(tmp_path / "hub")
+    else:
+        Path(path, "model.safetensors").unlink()
+    names.local.cache_clear()
+    hub.downloads.clear()
+    values = {"train.init_from": path, "train.lora.rank": 0}
+    assert not entry.localize(values)
+    assert values["train.init_from"] == path
+    assert not hub.downloads  # the checkpoint has the weights
+    values["train.lora.rank"] = 8
+    assert not entry.localize(values)
+    assert values["train.init_from"] == path
+    assert Path(path, "model.safetensors").is_file()
+
+
+def test_a_lora_run_that_is_fetched_gets_its_base_model(tmp_path):
+    from mtrain_cli.config import documents
+
+    saved = compose(["train.init_from=org/small", "seq=64"])
+    resolved_file.save(saved, file := tmp_path / "resolved.yaml")
+    raw = documents.read_yaml(file)
+    gone = Path(saved.train.init_from)
+    raw["train"]["init_from"] = str(gone).replace(str(tmp_path), "/nowhere/else")
+    for rank, has_weights in ((0, False), (8, True)):
+        shutil.rmtree(tmp_path / "hub", ignore_errors=True)
+        names.local.cache_clear()
+        raw["train"]["lora"]["rank"] = rank
+        file.write_text(yaml.safe_dump(raw))
+        fetched_run._make_data_local(file)
+        assert (gone / "model.safetensors").is_file() == has_weights
+        now = documents.read_yaml(file)["train"]["init_from"]
+        assert now == (str(gone) if has_weights else raw["train"]["init_from"])
+
+
 def test_each_file_is_fetched_once(hub):
     for name in ("org/small", "org/small@v1", f"org/small@{COMMIT}", "hf://org/small"):
         names.local.cache_clear()
@@ -93,6 +159,25 @@ def test_a_tokenizer_may_be_a_name(hub, tmp_path):
     assert done.exit_code == 0, done.output
     assert hub.downloads.count("tokenizer.json") == 1
     assert "model.safetensors" not in hub.downloads
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "tokenizer", "prompt"),
+    [
+        (["--tokenizer", "org/a", "org/a", "--prompt", "org/a"], "/model", "/folder", "org/a"),
+        (["--prompt", "org/a", "org/a", "--tokenizer=org/a"], "/model", "/folder", "org/a"),
+        (["--prompt=org/a", "--tokenizer", "org/a", "--", "org/a"], "/model", "/folder", "org/a"),
+        (["--prompt", "org/a", "--ignore-end", "org/b"], "/model", None, "org/a"),
+    ],
+)
+def test_only_the_word_at_its_own_place_is_replaced(monkeypatch, words, model, tokenizer, prompt):
+    monkeypatch.setattr(entry, "local", lambda _, value, kind: value and f"/{kind}")
+    monkeypatch.setattr(plugins, "places", lambda: [entry])
+    context = typer.main.get_command(app).get_command(None, "generate").make_context("", words)
+    got = context.params
+    assert str(got["model"]) == model
+    assert (str(got["tokenizer"]) if got["tokenizer"] else None) == tokenizer
+    assert got["prompt"] == [prompt]
 
 
 def test_generate_takes_a_name():

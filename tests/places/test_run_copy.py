@@ -6,8 +6,10 @@ The store is the file system of fsspec in this process's memory.
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
+import zlib
 from types import SimpleNamespace
 
 import fsspec
@@ -53,16 +55,18 @@ class Run:
     def message(self, line, warning=False):
         self.lines.append((line, warning))
 
-    def save(self, step, keep=2):
+    def save(self, step, keep=2, attempt="of"):
         """Write a checkpoint as two ranks do, with a new row of metrics before it."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         partial = self.folder / "checkpoints" / f"step-{step}.tmp"
         partial.mkdir(parents=True)
         for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
-            (partial / name).write_bytes(f"{name} of {step}".encode() * 50)
+            (partial / name).write_bytes(f"{name} {attempt} {step}".encode() * 50)
         sums = {path.name: checksum(path) for path in partial.iterdir()}
         Manifest(step, 2, "2", sums, {"step": step}).write(partial)
+        if partial.with_suffix("").exists():
+            shutil.rmtree(partial.with_suffix(""))
         partial.rename(partial.with_suffix(""))
         for old in committed_steps(self.folder / "checkpoints")[keep:]:
             for path in (self.folder / "checkpoints" / f"step-{old}").iterdir():
@@ -87,12 +91,16 @@ class Run:
 
 
 def complete(store, name="night"):
-    """Return the steps whose manifest is at the store, after comparing what it names."""
+    """Return the steps whose manifest is at the store, after comparing what it names.
+
+    Files are compared by their checksums, as a fetch does.
+    """
     found = []
     for manifest in store.glob(f"/runs/{name}/checkpoints/step-*/manifest.json"):
         folder = manifest.rpartition("/")[0]
         for file, facts in json.loads(store.cat_file(manifest))["files"].items():
-            assert len(store.cat_file(f"{folder}/{file}")) == facts["bytes"]
+            content = store.cat_file(f"{folder}/{file}")
+            assert {"bytes": len(content), "crc32": zlib.crc32(content)} == facts
         found.append(int(folder.rpartition("-")[2]))
     return sorted(found)
 
@@ -269,6 +277,117 @@ def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkey
     }
     assert len([path for path in put if "step-2" in path]) == 3
     assert not run.warnings
+
+
+def manifests(store, run, step):
+    """Return the manifest of a step at the store and here."""
+    name = f"checkpoints/step-{step}/manifest.json"
+    there = f"/runs/night/{name}"
+    return store.cat_file(there) if store.exists(there) else None, (run.folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_step_that_is_trained_again_replaces_the_first_attempt(store, tmp_path, nodes, restarts):
+    run = Run(tmp_path / "night", nodes)
+    for step in (2, 4, 6):
+        run.save(step, keep=3)
+        run.wait(lambda step=step: step in complete(store))
+    if restarts:
+        run.close()
+        run = Run(tmp_path / "night", nodes, step=2)
+    for copy in run.copies:
+        copy.on_checkpoint(4)  # the run fell back to step 2, and the later checkpoints are there
+    run.save(4, keep=3, attempt="OF")
+    run.wait(lambda: len({*manifests(store, run, 4)}) == 1)
+    assert complete(store) == [2, 4, 6]
+    run.close()
+    assert not run.warnings
+
+
+def test_a_checkpoint_that_goes_before_the_first_look_is_removed(store, tmp_path, monkeypatch):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    assert fetched_run.fetch(URL, tmp_path / "night")
+    monkeypatch.setattr(run_copy, "_POLL_S", 60)
+    run = Run(tmp_path / "night", step=2)
+    run.save(4, keep=1)
+    run.close()
+    assert complete(store) == [4]
+
+
+def test_files_of_a_dead_attempt_are_not_taken_for_those_of_another_node(
+    store, tmp_path, monkeypatch
+):
+    folder, go_on = "/runs/night/checkpoints/step-2", threading.Event()
+    size = len(b"__1_0.distcp of 2" * 50)
+    store.pipe_file(f"{folder}/__1_0.distcp", b"x" * size)
+    store.pipe_file(f"{folder}/node-1-1", b"hash of another manifest")
+    recorded(
+        monkeypatch,
+        "put_file",
+        lambda _, path: path.endswith("__1_0.distcp") and go_on.wait(10),
+    )
+    run = Run(tmp_path / "night", nodes=2)
+    run.save(2)
+    run.wait(lambda: store.exists(f"{folder}/__0_0.distcp"))
+    time.sleep(0.2)
+    assert not store.exists(f"{folder}/manifest.json")
+    assert not store.exists(f"{folder}/node-1-1")  # of files that are being replaced
+    go_on.set()
+    run.wait(lambda: complete(store) == [2])
+    run.save(4, keep=1)
+    run.close()
+    assert complete(store) == [4]
+    assert not store.glob(f"{folder}/*")  # the marks go with the checkpoint
+    assert fetched_run.fetch(URL, tmp_path / "other" / "night")
+    assert not list((tmp_path / "other").rglob("node-*"))
+
+
+def test_a_manifest_of_an_earlier_attempt_goes_before_its_files_change(
+    store, tmp_path, monkeypatch
+):
+    run = Run(tmp_path / "night", nodes=2)
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    seen = []
+    recorded(
+        monkeypatch,
+        "put_file",
+        lambda _, path: seen.append(store.exists(f"{path.rpartition('/')[0]}/manifest.json")),
+    )
+    run.save(2, attempt="OF")
+    run.wait(lambda: len({*manifests(store, run, 2)}) == 1)
+    run.close()
+    assert complete(store) == [2]
+    assert not any(seen[:3])
+
+
+def test_a_fetched_run_keeps_the_older_checkpoints_of_its_place(store, tmp_path):
+    copied(tmp_path, 10, 20, 30).folder.rename(tmp_path / "lost")
+    store.pipe_file("/runs/night/checkpoints/step-15/__0_0.distcp", b"incomplete")
+    assert fetched_run.fetch(URL, tmp_path / "night")
+    run = Run(tmp_path / "night", step=30)
+    run.save(40, keep=3)
+    run.wait(lambda: 40 in complete(store))
+    run.close()
+    assert complete(store) == [10, 20, 30, 40]
+    assert not store.glob("/runs/night/checkpoints/step-15*")
+
+
+@pytest.mark.parametrize("name", ["evaluation//{0}/evil.id", "/{0}/evil.id", "tokenizer/./evil.id"])
+def test_names_that_lead_out_of_the_run_are_refused(tmp_path, monkeypatch, name):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    find, key = MemoryFileSystem.find, f"/runs/night/{name.format(str(tmp_path)[1:])}"
+
+    def with_evil(self, path, **options):
+        return {**find(self, path, **options), key: {"size": 4, "type": "file", "name": key}}
+
+    monkeypatch.setattr(MemoryFileSystem, "find", with_evil)
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(the name '.*' leads out of the folder"
+    ):
+        fetched_run.fetch(URL, tmp_path / "night")
+    assert not list(tmp_path.rglob("evil.id"))
 
 
 def test_a_place_of_another_run_is_refused(tmp_path):

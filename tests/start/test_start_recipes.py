@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from command import python_path
+from places.fake_hub import fake_hub
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import plugins
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import all_keys
 from mtrain_cli.model import tokenizer_files
@@ -120,6 +123,39 @@ def test_an_extension_covers_four_times_the_models_length(here):
     (here / "tiny-512" / "config.json").write_text(json.dumps(scaled))
     assert mtrain("init", *options("extend"), "--force").exit_code == 0
     assert "yarn" not in Path("extend/recipe/extend.yaml").read_text()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_models_name_gives_the_length_of_its_config(base, tmp_path, monkeypatch):
+    """The Hub is a server on loopback, which is asked for no weights."""
+    pytest.importorskip("huggingface_hub")
+    from mtrain_places import entry, names
+
+    monkeypatch.setattr(plugins, "places", lambda: [entry])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names.local.cache_clear()
+    with fake_hub(monkeypatch, tmp_path) as hub:
+        hub.models["org/tiny"] = {p.name: p.read_bytes() for p in base.iterdir() if p.is_file()}
+        result = mtrain("init", "--job", "extend", "--model", "org/tiny", "--data", "my books")
+        assert result.exit_code == 0, result.output
+        recipe = yaml.safe_load(Path("extend/recipe/extend.yaml").read_text())
+        assert (recipe["seq"], recipe["train"]["init_from"]) == (2048, "org/tiny")
+        assert "config.json" in hub.downloads
+        assert not [name for name in hub.downloads if "safetensors" in name]
+
+        words = ["init", "x", "--job", "extend", "--data", "my books", "--model"]
+        refused = mtrain(*words, "org/none")
+        assert refused.exit_code == 2
+        line = refused.stderr.splitlines()[-1]
+        assert line.startswith("mtrain: --model org/none: no such folder here and no such repos")
+        hub.models["org/empty"] = {"config.json": b"{}"}
+        refused = mtrain(*words, "org/empty")
+        assert refused.exit_code == 2
+        lines = [line for line in refused.stderr.splitlines() if line.startswith("mtrain: ")]
+        assert len(lines) == 1
+        assert lines[0].startswith("mtrain: org/empty/config.json: model_type=null: must be")
+        assert not Path("x").exists()
+    names.local.cache_clear()
 
 
 def test_a_recipe_finds_oddly_named_data_from_any_folder(here, monkeypatch):
