@@ -125,4 +125,4 @@ def explained(subject: str, repo: str, revision: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # of a proxy, a disk, or a server that is none of the Hub's
-        raise ConfigError(f"{subject}: cannot be fetched ({why(error)})") from error
+        raise ConfigError(f"{subject}: the Hub cannot be used ({why(error)}){token}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -72,7 +73,12 @@ with Network(2) as network:
     print(network.pid(0), network.pid(1), flush=True)
     time.sleep(60)
 """
-    owner = subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
     holders = [Path(f"/proc/{pid}/ns/net") for pid in owner.stdout.readline().split()]
     assert len({holder.readlink() for holder in holders}) == 2
     owner.send_signal(signal.SIGKILL)
