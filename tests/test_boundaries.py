@@ -9,6 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from built_wheel import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 # Called by a library, by name, or by the shell; or part of a contract that a library prescribes.
@@ -42,17 +43,7 @@ CALLED_FROM_OUTSIDE = {
 def test_no_files_import_each_other_in_a_circle():
     grimp = pytest.importorskip("grimp")
     graph = grimp.build_graph(
-        "mtrain_cli",
-        "mtrain_studies",
-        "mtrain_lm_eval",
-        "mtrain_ruler",
-        "mtrain_trackers",
-        "mtrain_live",
-        "mtrain_start",
-        "mtrain_lora",
-        "mtrain_mds",
-        "mtrain_chat",
-        "mtrain_places",
+        *PACKAGES,
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
@@ -86,17 +77,7 @@ def test_no_code_is_dead():
             sys.executable,
             "-m",
             "vulture",
-            "mtrain_cli",
-            "mtrain_studies",
-            "mtrain_lm_eval",
-            "mtrain_ruler",
-            "mtrain_trackers",
-            "mtrain_live",
-            "mtrain_start",
-            "mtrain_lora",
-            "mtrain_mds",
-            "mtrain_chat",
-            "mtrain_places",
+            *PACKAGES,
             "kernels",
             "profiles",
             "--exclude",

@@ -251,7 +251,7 @@ def show(
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
         tokenizer: Tokenizer that decodes the ids of MDS shards.
-        targets: Show the whole document of a token store, and which tokens the loss counts.
+        targets: Show both ends of a document, and which of its tokens the loss counts.
     """
     from mtrain_cli.commands import data_output
     from mtrain_cli.config.data_kinds import KINDS

@@ -139,7 +139,7 @@ def assert_equal(found: Found, expected: Found) -> None:
 
 
 def few_rows(rows: int) -> None:
-    """Let chunks have so many labels, in float64."""
+    """Limit a chunk to this number of rows of float64 logits."""
     size = 8 * VOCABULARY * rows
     transformers_models._BY_ROW = replace(transformers_models._BY_ROW, chunk_bytes=size)
 
