@@ -143,6 +143,13 @@ def fetch_run(config: Config) -> None:
     fetched_run.fetch(str(run.remote), given)
 
 
+def require_remote(config: Config) -> None:
+    """Raise ConfigError if `run.remote` is a wrong URL or lacks its package, without asking it."""
+    from mtrain_places import files
+
+    files.open_place(f"run.remote={config.run.remote}", str(config.run.remote))
+
+
 def follow(trainer: Any, run_dir: Any, message: Any) -> Callback:
     """Make the callback that copies a run to ``run.remote`` while it trains."""
     from mtrain_places.run_copy import RunCopy

@@ -291,6 +291,8 @@ def require_runnable(config: Config, *, data: bool = True) -> None:
 
         require_tasks(config)
     load_callbacks(config)
+    for places in plugins.places() if config.run.remote else ():
+        places.require_remote(config)
 
 
 def load_callbacks(config: Config) -> list[MakeCallback]:

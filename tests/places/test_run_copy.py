@@ -16,6 +16,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from mtrain_cli.commands.train import require_runnable
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
@@ -507,3 +508,9 @@ def test_without_an_intact_checkpoint_nothing_is_written(store, tmp_path):
     with pytest.raises(ConfigError, match=r"no intact checkpoint; .*\.metadata has 1 bytes"):
         fetched_run.fetch(URL, tmp_path / "night")
     assert not (tmp_path / "night").exists()
+
+
+def test_a_wrong_url_is_said_before_workers_start(tmp_path):
+    config = compose(["run.remote=nosuch://b/x", f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=r"run.remote=nosuch://b/x: cannot be opened .*nosuch"):
+        require_runnable(config)
