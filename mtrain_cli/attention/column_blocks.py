@@ -49,12 +49,24 @@ class Front:
         group = index.heads[1] // kv_heads
         if not backward:
             return Front(group, 1, width)
-        queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
+        lists = index.heads[0] * index.heads[1]
+        return Front.in_backward(
+            group, width, lists, geometry.query_blocks.numel(), geometry.key_blocks.numel()
+        )
+
+    @staticmethod
+    def in_backward(
+        group: int, tiles: int, lists: int, query_blocks: int, key_blocks: int
+    ) -> Front | None:
+        """Return the front with the fewest copies whose lists are small enough.
+
+        lists: number of query heads, over all sequences.
+        """
         parts = _PARTS
         while parts <= _MOST_PARTS:
-            front = Front(group, parts, width)
-            entries = (front.blocks + keys) * front.list_width(queries)
-            if 4 * index.heads[0] * index.heads[1] * entries <= _MOST_LIST_BYTES:
+            front = Front(group, parts, tiles)
+            entries = (front.blocks + key_blocks) * front.list_width(query_blocks)
+            if 4 * lists * entries <= _MOST_LIST_BYTES:
                 return front
             parts *= 2
         return None

@@ -13,48 +13,19 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from attention.sparse_problems import Problem, make_problem, shard
+from attention.sparse_problems import column_problem, make_problem
 
 from mtrain_cli.attention import column_blocks
 from mtrain_cli.attention.block_lists import BLOCK, word_and_bit
 from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import Saved
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.tiles import Tiles
 
 SCALE = 0.3
 WORD, BIT = map(torch.from_numpy, word_and_bit(np.arange(BLOCK)))
 CAUSAL = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
-
-
-def column_problem(
-    seed: int, *, width: int = 300, heads: int = 4, kv_heads: int = 2, batch: int = 2,
-    blocks: int = 7, where: str = "whole", tail: int = 0,
-) -> Problem:  # fmt: skip
-    """Make a causal problem in which every head keeps diagonal 0, and one head has no columns."""
-    rng = np.random.default_rng(seed)
-    seq = blocks * BLOCK - tail
-    slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < 0.3)
-    slashes[:, :, 0] = True
-    columns = torch.full((batch, heads, width), blocks * BLOCK, dtype=torch.int32)
-    for b in range(batch):
-        for h in range(heads):
-            count = [0, width, *rng.integers(1, width, heads)][h]
-            chosen = np.sort(rng.permutation(seq)[:count])
-            columns[b, h, :count] = torch.from_numpy(chosen)
-    masks = [SequenceMask.causal(seq, seq)] * batch
-    queries, keys = shard(where, seq, BLOCK)
-    tiles = Tiles.between(masks, queries, keys, MaskTables.make(masks, BLOCK))
-    index = VerticalSlash(BLOCK, blocks, slashes, columns, 0, has_own_blocks=True)
-    torch.manual_seed(seed)
-    shapes = (len(queries), heads), (seq, kv_heads), (seq, kv_heads), (len(queries), heads)
-    tensors = (torch.randn(batch, n, h, 8, dtype=torch.float64) for n, h in shapes)
-    return Problem(masks, tiles.with_index(index), *tensors)
 
 
 def seen_by_kernel(lists, words, sizes, queries: int, keys: int, transposed: bool) -> torch.Tensor:
