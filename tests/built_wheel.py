@@ -21,6 +21,7 @@ PACKAGES = (
     "mtrain_live",
     "mtrain_start",
     "mtrain_places",
+    "mtrain_bench",
 )
 
 

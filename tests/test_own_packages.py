@@ -55,6 +55,18 @@ IMPORTED = {
         config config.schema evaluation.results launch.run_dir records.metrics reporting
         training.callback training.evaluation training.trainer
     """,
+    "mtrain_bench": """
+        attention.index attention.kernel attention.kernel_registry attention.mask
+        attention.mask_rule attention.mask_tables attention.named_masks attention.tiles
+        commands.completion commands.options commands.profile composition.compose config.documents
+        config.mask_settings config.schema config.sizes console launch launch.environment
+        launch.failures launch.local launch.temporary_folders model.decoder model.parallelize
+        model.rope parallel parallel.collectives parallel.context_attention parallel.mesh
+        parallel.recording profiling.diagnosis profiling.measurement reporting.table
+        reporting.terminal simulation simulation.calibration simulation.calibration_files
+        simulation.non_attention_cost simulation.work_counts sparsity.fixed sparsity.pattern
+        training.flops training.hardware training.resolution training.run_plan
+    """,
     "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config

@@ -28,9 +28,6 @@ from mtrain_cli.commands import (
     mask,
     profile,
     profile_imbalance,
-    profile_kernels,
-    profile_links,
-    profile_non_attention,
     profile_sparsity,
     profile_step,
     profile_what_if,
@@ -248,11 +245,8 @@ app.command("status")(status.status)
 # Importing these modules adds their commands to the group of commands/profile.py.
 assert all(
     module.app is profile.app
-    for module in (
-        profile_imbalance, profile_kernels, profile_links, profile_non_attention, profile_sparsity,
-        profile_step, profile_what_if,
-    )
-)  # fmt: skip
+    for module in (profile_imbalance, profile_sparsity, profile_step, profile_what_if)
+)
 app.add_typer(profile.app, name="profile")
 app.command("profile-balance")(profile_imbalance.imbalance)
 app.add_typer(simulate.app, name="simulate")
@@ -303,3 +297,5 @@ def _names(owner: typer.Typer) -> list[str | None]:
 
 
 plugins.load(plugins.COMMANDS, _add)
+# `mtrain profile --help` has the commands of other packages among its own.
+profile.app.registered_commands.sort(key=lambda command: command.name or "")

@@ -10,7 +10,7 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
 from mtrain_cli.config.plugins import callback_names
-from mtrain_cli.config.schema import KERNELS, LAYOUTS
+from mtrain_cli.config.schema import LAYOUTS
 
 Candidate = tuple[str, str]  # text to insert, and its help
 
@@ -81,10 +81,6 @@ def complete_layouts(incomplete: str) -> list[str]:
 
 def complete_exchanges(incomplete: str) -> list[str]:
     return in_list(exchange_names(), incomplete)
-
-
-def complete_kernels(incomplete: str) -> list[str]:
-    return in_list([name for name in KERNELS if name != "auto"], incomplete)
 
 
 def complete_attentions(incomplete: str) -> list[str]:

@@ -136,7 +136,7 @@ def launch_workers(
         run = run_dir.create(config, words)
         if not job_rank():
             save(run)
-        return launch(run, environment, resume=False, target=target, config=config)
+        return launch(run, environment, resume=False, target=target, config=config, saves=False)
 
 
 def _prompts(texts: list[str] | None, file: str | None) -> dict[str, str | list[int]]:

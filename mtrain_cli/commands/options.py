@@ -89,7 +89,6 @@ ConfigDir = Annotated[
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
-CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 
 def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -122,7 +122,7 @@ def imbalance(
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
     MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
+    code = launch(run, environment, resume=False, target=TARGETS[mode], config=config, saves=False)
     print_summary(run, as_json)
     raise typer.Exit(code)
 

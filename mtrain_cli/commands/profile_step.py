@@ -72,7 +72,7 @@ def step(
 
     run = run_dir.create(config, words)
     StepProfilePlan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=TARGET, config=config)
+    code = launch(run, environment, resume=False, target=TARGET, config=config, saves=False)
     summary = run.path / record_files.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():
         typer.echo("stopped before the recorded step ended: nothing was saved", err=True)
