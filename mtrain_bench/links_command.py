@@ -85,13 +85,7 @@ def links(
             "from the measurement's folder instead"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_bench.links import (
-        CLUSTER,
-        FILE,
-        TARGET,
-        LinkBenchmarkPlan,
-        cluster_text,
-    )
+    from mtrain_bench.links import CLUSTER, FILE, TARGET, LinkBenchmarkPlan, cluster_text
 
     name = f"measured_{environment.nodes}x{environment.workers_per_node}"
     name = name if cluster_out is None else cluster_out.stem

@@ -6,13 +6,7 @@ from operator import attrgetter
 from typing import Annotated
 
 from mtrain_bench.calibration import CalibrationOut, calibrating
-from mtrain_cli.commands.options import (
-    MOST_SAMPLES,
-    Overrides,
-    bounded,
-    option,
-    parse_items,
-)
+from mtrain_cli.commands.options import MOST_SAMPLES, Overrides, bounded, option, parse_items
 from mtrain_cli.config.schema import Config, ConfigError
 
 

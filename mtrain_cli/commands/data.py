@@ -150,10 +150,7 @@ def prepare(
 
 
 def _token_fields(
-    tokens_key: str | None,
-    mask_key: str | None,
-    positions_key: str | None,
-    targets_key: str | None,
+    tokens_key: str | None, mask_key: str | None, positions_key: str | None, targets_key: str | None
 ) -> TokenFields | None:
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 

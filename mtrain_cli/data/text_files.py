@@ -28,14 +28,7 @@ from typing import IO, Any, cast
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option, setting
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.corpora import (
-    EMPTY,
-    Corpus,
-    Document,
-    Unit,
-    describe_left_out,
-    split_text,
-)
+from mtrain_cli.data.corpora import EMPTY, Corpus, Document, Unit, describe_left_out, split_text
 from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 
