@@ -22,6 +22,7 @@ PACKAGES = (
     "mtrain_start",
     "mtrain_places",
     "mtrain_bench",
+    "mtrain_masks",
 )
 
 

@@ -29,6 +29,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_lm_eval": "lm-eval's interface of models, and the entry points of pyproject.toml",
     "mtrain_ruler": "the Python interface of docs/evaluation.md, and entry points",
     "mtrain_chat": "the entry points of pyproject.toml",
+    "mtrain_masks": "the entry points of pyproject.toml",
     "mtrain_mds": "the entry points of pyproject.toml",
     "mtrain_bench": "the entry points of pyproject.toml, measurement.entry_point and `derived`",
     "mtrain_live": "the entry points of pyproject.toml, and http.server",

@@ -55,6 +55,13 @@ IMPORTED = {
         config config.schema evaluation.results launch.run_dir records.metrics reporting
         training.callback training.evaluation training.trainer
     """,
+    "mtrain_masks": """
+        attention.mask attention.mask_rule commands.options commands.profile composition.compose
+        config.parallel_checks config.schema config.sizes console data.dataset data.labels
+        data.open_dataset parallel.cast_rows parallel.dispatch parallel.layout parallel.traffic
+        reporting reporting.table reporting.terminal training.batch training.flops
+        training.layout_choice
+    """,
     "mtrain_bench": """
         attention.index attention.kernel attention.kernel_registry attention.mask
         attention.mask_rule attention.mask_tables attention.named_masks attention.tiles

@@ -25,7 +25,6 @@ from mtrain_cli.commands import (
     doctor,
     evaluate,
     generate,
-    mask,
     profile,
     profile_imbalance,
     profile_sparsity,
@@ -252,7 +251,6 @@ app.command("profile-balance")(profile_imbalance.imbalance)
 app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
-app.add_typer(mask.app, name="mask")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
