@@ -37,7 +37,9 @@ from mtrain_cli.commands import (
 )
 from mtrain_cli.commands.options import take_help_from_docstrings
 from mtrain_cli.config import plugins
+from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import nearest
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import one_line, printable
@@ -156,9 +158,6 @@ def _describe(error: Any) -> str:
         return f"{message} Commands: {names}.{hint if plugins.lacks_own() else ''}"
     parameters = context.command.params if context is not None else ()
     if option and any(parameter.name == "overrides" for parameter in parameters):
-        from mtrain_cli.config.keys import all_keys
-        from mtrain_cli.config.suggest import nearest
-
         similar = message.partition("Possible options")[2]
         # A command with a trained model takes few settings.
         is_option = option in similar or (similar and any(p.name == "model" for p in parameters))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from mtrain_cli.config.pattern_settings import pattern_keys
 from mtrain_cli.config.schema import ConfigError
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
@@ -33,8 +34,6 @@ def key_of(word: str) -> str:
 
 def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Sequence[str]) -> None:
     """Raise ConfigError if no pattern has the key of a setting; name the patterns ``shown``."""
-    from mtrain_cli.config.pattern_settings import pattern_keys
-
     for word in words:
         if not any(key_of(word) in pattern_keys(name) for name in patterns):
             raise ConfigError(f"{word}: none of the patterns {', '.join(shown)} has this key")
@@ -42,8 +41,6 @@ def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Seq
 
 def keys_for(pattern: str, words: Sequence[str]) -> list[str]:
     """Return the settings ``sparsity.KEY=...`` whose key the pattern has."""
-    from mtrain_cli.config.pattern_settings import pattern_keys
-
     return [word for word in words if key_of(word) in pattern_keys(pattern)]
 
 

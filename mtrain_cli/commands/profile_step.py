@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,10 +18,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.train import require_data, require_resolvable
-from mtrain_cli.config.schema import ConfigError
-
-if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 
 
 @app.command("step")
