@@ -219,11 +219,8 @@ def find(name: str, holding: str = "") -> Path:
         if candidate.is_dir():
             return candidate
         if candidate.is_file():
-            return (
-                candidate.parent
-                if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED)
-                else candidate
-            )
+            is_of_folder = candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED)
+            return candidate.parent if is_of_folder else candidate
     for candidate in shipped():
         if name == candidate.name:
             return candidate
