@@ -1,1 +1,1 @@
-"""`mtrain profile kernels`, `links` and `non-attention`, by entry points: what a machine can do."""
+"""`mtrain profile kernels`, `links`, `non-attention` and `step`, by entry points: measurements."""

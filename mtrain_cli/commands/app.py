@@ -28,7 +28,6 @@ from mtrain_cli.commands import (
     profile,
     profile_imbalance,
     profile_sparsity,
-    profile_step,
     profile_what_if,
     report,
     simulate,
@@ -242,8 +241,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("status")(status.status)
 # Importing these modules adds their commands to the group of commands/profile.py.
 assert all(
-    module.app is profile.app
-    for module in (profile_imbalance, profile_sparsity, profile_step, profile_what_if)
+    module.app is profile.app for module in (profile_imbalance, profile_sparsity, profile_what_if)
 )
 app.add_typer(profile.app, name="profile")
 app.command("profile-balance")(profile_imbalance.imbalance)

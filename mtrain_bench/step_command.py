@@ -16,12 +16,10 @@ from mtrain_cli.commands.options import (
     warn_of_unused_settings,
     with_measurement_folder,
 )
-from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.train import require_data, require_resolvable
 from mtrain_cli.config.schema import Config, ConfigError
 
 
-@app.command("step")
 def step(
     overrides: Overrides = None,
     warmup: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
@@ -64,7 +62,7 @@ def step(
     require_resolvable(config, environment)
     warn_of_unused_settings(words, config, device=environment.device)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan
+    from mtrain_bench.step import TARGET, StepProfilePlan
     from mtrain_cli.records import record_files
 
     run = run_dir.create(config, words)
