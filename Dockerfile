@@ -39,6 +39,8 @@ COPY mtrain_cli mtrain_cli
 COPY mtrain_studies mtrain_studies
 COPY mtrain_lm_eval mtrain_lm_eval
 COPY mtrain_trackers mtrain_trackers
+COPY mtrain_bench mtrain_bench
+COPY mtrain_masks mtrain_masks
 COPY mtrain_live mtrain_live
 COPY mtrain_start mtrain_start
 COPY mtrain_lora mtrain_lora

@@ -13,7 +13,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.printable import one_line
 from mtrain_cli.reporting.table import text_table
-from mtrain_cli.reporting.terminal import TextTable, print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_studies.cells import (
     DamagedCellError,
     Study,
@@ -37,6 +37,7 @@ from mtrain_studies.outcomes import (
     control_loses,
 )
 from mtrain_studies.t_interval import Interval
+from mtrain_studies.text_table import TextTable
 from mtrain_studies.tiers import AGAIN, DENSE, FIXED, HALF_A_BLOCK, Cell, Tier
 
 LOSSES = (LOSS, LONG_LOSS, KEY_LOSS)

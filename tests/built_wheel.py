@@ -21,6 +21,8 @@ PACKAGES = (
     "mtrain_live",
     "mtrain_start",
     "mtrain_places",
+    "mtrain_bench",
+    "mtrain_masks",
 )
 
 

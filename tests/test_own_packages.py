@@ -55,12 +55,33 @@ IMPORTED = {
         config config.schema evaluation.results launch.run_dir records.metrics reporting
         training.callback training.evaluation training.trainer
     """,
+    "mtrain_masks": """
+        attention.mask attention.mask_rule commands.options commands.profile composition.compose
+        config.parallel_checks config.schema config.sizes console data.dataset data.labels
+        data.open_dataset parallel.cast_rows parallel.dispatch parallel.layout parallel.traffic
+        reporting reporting.table reporting.terminal training.batch training.flops
+        training.layout_choice
+    """,
+    "mtrain_bench": """
+        attention.index attention.kernel attention.kernel_registry attention.mask
+        attention.mask_rule attention.mask_tables attention.named_masks attention.tiles
+        commands.completion commands.options commands.profile commands.train composition.compose
+        config.documents config.mask_settings config.schema config.sizes console launch
+        launch.environment launch.failures launch.local launch.temporary_folders model.decoder
+        model.parallelize model.rope parallel parallel.collectives parallel.context_attention
+        parallel.mesh parallel.recording printable profiling.diagnosis profiling.measurement
+        profiling.record_collector records records.expert_loads records.metrics
+        records.step_breakdown reporting.step_tables reporting.table reporting.terminal simulation
+        simulation.calibration simulation.calibration_files simulation.non_attention_cost
+        simulation.work_counts sparsity.fixed sparsity.pattern training.dry_run training.flops
+        training.hardware training.out_of_memory training.resolution training.run_plan
+        training.trainer
+    """,
     "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
-        attention.mask attention.partials commands.options config
-        config.documents config.schema config.sizes console evaluation.cost
-        model.rope profiling.pattern_quality reporting reporting.plots
-        reporting.terminal sparsity.pattern sparsity.recall
+        attention.mask attention.partials commands.options config config.documents config.schema
+        config.sizes console evaluation.cost model.rope profiling.pattern_quality reporting
+        reporting.plots sparsity.pattern sparsity.recall
     """,
 }
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.terminal import TextTable
 from mtrain_studies.attention.figures import attention_figures
 from mtrain_studies.attention.files import (
     TABLES,
@@ -16,6 +15,7 @@ from mtrain_studies.attention.files import (
     without_lists,
 )
 from mtrain_studies.attention.tables import tables
+from mtrain_studies.text_table import TextTable
 
 
 class AttentionKind:

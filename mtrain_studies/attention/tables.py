@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mtrain_cli.reporting.terminal import TextTable
 from mtrain_studies.attention import findings as attention_findings
 from mtrain_studies.attention.files import AttentionFiles
 from mtrain_studies.attention.findings import (
@@ -16,6 +15,7 @@ from mtrain_studies.attention.findings import (
     overlap_label,
     rank_correlation,
 )
+from mtrain_studies.text_table import TextTable
 
 
 def tables(files: AttentionFiles) -> list[TextTable]:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated
 
-from mtrain_cli.commands.options import (
-    MOST_SAMPLES,
-    CalibrationOut,
-    Overrides,
-    bounded,
-    option,
-    parse_items,
-)
-from mtrain_cli.commands.profile import app, calibrating
+from mtrain_bench.calibration import CalibrationOut, calibrating
+from mtrain_cli.commands.options import MOST_SAMPLES, Overrides, bounded, option, parse_items
 from mtrain_cli.config.schema import Config, ConfigError
 
 
-@app.command("non-attention")
 def non_attention(
     overrides: Overrides = None,
     seq: Annotated[str, option("N,...")] = "auto",
@@ -49,7 +41,7 @@ def non_attention(
     words = list(overrides or ())
     config = _single_worker(words, 1024)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.non_attention_benchmark import about, profile_non_attention
+    from mtrain_bench.non_attention import about, profile_non_attention
     from mtrain_cli.reporting.table import Column, fixed, number
 
     device = resolve_environment(config).device

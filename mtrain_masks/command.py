@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.options import ConfigDir, Overrides, option, writing
+from mtrain_cli.commands.options import (
+    ConfigDir,
+    Overrides,
+    option,
+    take_help_from_docstrings,
+    writing,
+)
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +21,7 @@ if TYPE_CHECKING:
 
     from mtrain_cli.config.schema import Config
     from mtrain_cli.data.dataset import Sample
-    from mtrain_cli.reporting.mask_page import MaskView
+    from mtrain_masks.page import MaskView
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -60,8 +66,8 @@ def show(
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table, views, write
     from mtrain_cli.reporting.terminal import print_table, say
+    from mtrain_masks.page import layouts_note, layouts_table, views, write
 
     config = compose(list(overrides or ()), config_dir, plan=True)
     if plot is not None and not plot.is_dir() and plot.suffix != ".html":
@@ -123,3 +129,6 @@ def _facts(config: Config, view: MaskView) -> RenderableType:
             ("labels", f"{view.labels:,} of {seq:,} count"),
         ]
     )
+
+
+take_help_from_docstrings(app)

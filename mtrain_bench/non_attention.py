@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtrain_bench.timing import WARM_UP, median_ms
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import resolve_environment
@@ -23,7 +24,6 @@ from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
-from mtrain_cli.profiling.timing import WARM_UP, median_ms
 from mtrain_cli.simulation.calibration import LOSS
 from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost

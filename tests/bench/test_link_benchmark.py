@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtrain_cli.profiling import link_benchmark as measuring
-from mtrain_cli.profiling import timing
+from mtrain_bench import links as measuring
+from mtrain_bench import timing
 from mtrain_cli.simulation.link_fit import HOP, INNER
 
 

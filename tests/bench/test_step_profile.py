@@ -7,9 +7,9 @@ import json
 import gloo
 from torch.profiler import ProfilerActivity, profile
 
+from mtrain_bench import step
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.profiling import step_profile
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts
 from mtrain_cli.training.trainer import Trainer
 
@@ -21,12 +21,10 @@ MOE = (
 
 def test_unrecorded_step_times_are_medians():
     result = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
-    one = step_profile._of_rank(
-        0, step_profile._RankSummary(result, [3.0, 1.0, 2.5], [2.0, 4.0], None)
-    )
+    one = step._of_rank(0, step._RankSummary(result, [3.0, 1.0, 2.5], [2.0, 4.0], None))
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
-    assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
-    assert step_profile._median([None]) is None
+    assert step._median([0.5, None, 0.2, 0.4]) == 0.4
+    assert step._median([None]) is None
 
 
 def recorded(rank: int, world: int, words: tuple[str, ...], folder: str) -> StepBreakdown:

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mtrain_bench import non_attention as measuring
+from mtrain_bench.non_attention import NonAttentionTime, profile_non_attention
+from mtrain_bench.timing import save_times
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
-from mtrain_cli.profiling import non_attention_benchmark as measuring
-from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime, profile_non_attention
-from mtrain_cli.profiling.timing import save_times
 from mtrain_cli.simulation.calibration import (
     LOSS,
     NonAttentionPoint,

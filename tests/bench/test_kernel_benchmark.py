@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.profiling import timing
-from mtrain_cli.profiling.kernel_benchmark import (
+from mtrain_bench import timing
+from mtrain_bench.kernels import (
     KernelBench,
     KernelCase,
     KernelTime,
     profile_kernels,
 )
-from mtrain_cli.profiling.timing import median_ms, save_times
+from mtrain_bench.timing import median_ms, save_times
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (

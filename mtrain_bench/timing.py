@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import statistics
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from mtrain_cli.profiling.diagnosis import installed_version
 
 SCHEMA = 1
 WARM_UP = 2  # calls before the first timed call
@@ -101,11 +102,3 @@ def device_name(device: str) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, [*models, platform.processor(), platform.machine()]), "CPU")
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -7,9 +7,9 @@ import pytest
 import torch
 from attention.mask_definitions import predicate as definition
 
-from mtrain_cli.profiling import kernel_benchmark, mask_benchmark
-from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
-from mtrain_cli.profiling.mask_benchmark import (
+from mtrain_bench import kernels, masks
+from mtrain_bench.kernels import KernelBench, KernelCase
+from mtrain_bench.masks import (
     MASKS,
     documents,
     profile_masks,
@@ -71,11 +71,9 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
         assert predicate(0, 0, torch.tensor(3), torch.tensor(3))
         return lambda q, k, v: q * 2 + k[:, :1] + v[:, :1]
 
-    monkeypatch.setattr(mask_benchmark, "flex_attention", make)
+    monkeypatch.setattr(masks, "flex_attention", make)
     ticks = iter(range(1, 100))
-    monkeypatch.setattr(
-        kernel_benchmark, "median_ms", lambda call, *_: (call(), float(next(ticks)))[1]
-    )
+    monkeypatch.setattr(kernels, "median_ms", lambda call, *_: (call(), float(next(ticks)))[1])
     bench = KernelBench(["sdpa", "reference"], torch.float32, "cpu", 1)
     times = list(profile_masks(bench, ["documents"], [CASE], flex=True))
     assert [t.kernel for t in times] == ["flex", "sdpa", "reference"]
@@ -93,7 +91,7 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
 def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):
     compiled: list = []
     monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)
-    attend = mask_benchmark.flex_attention(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
+    attend = masks.flex_attention(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
     assert [call.__name__ for call in compiled] == ["flex_attention"]
     q, k, v = (torch.randn(1, heads, 5, 16) for heads in (6, 2, 2))
     values = v.repeat_interleave(3, 1)

@@ -69,7 +69,7 @@ def test_invalid_requests_are_one_line(words, message, tmp_path, monkeypatch):
 def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     command, tmp_path, monkeypatch
 ):
-    from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark
+    from mtrain_bench import kernels, non_attention
 
     monkeypatch.chdir(tmp_path)
     words = {
@@ -87,9 +87,9 @@ def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     earlier = (tmp_path / "mine.json").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
     module, name = (
-        (non_attention_benchmark, "profile_non_attention")
+        (non_attention, "profile_non_attention")
         if command == "non-attention"
-        else (kernel_benchmark, "profile_kernels")
+        else (kernels, "profile_kernels")
     )
     measure = getattr(module, name)
 

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_bench.timing import device_name, measure, median_ms, result_document
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.launch.environment import ParallelDims, host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
-from mtrain_cli.profiling.timing import device_name, measure, median_ms, result_document
 from mtrain_cli.simulation import link_fit
 from mtrain_cli.training.flops import peak_flops
 
-TARGET = "mtrain_cli.profiling.link_benchmark:run"
+TARGET = "mtrain_bench.links:run"
 FILE, CLUSTER = "links.json", "cluster.yaml"
 _IN_A_ROW = 4  # messages per timed round, after one warm-up message
 _AT_LEAST_US = 20_000.0  # messages during a computation last at least this long

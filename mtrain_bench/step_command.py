@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,15 +16,10 @@ from mtrain_cli.commands.options import (
     warn_of_unused_settings,
     with_measurement_folder,
 )
-from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.train import require_data, require_resolvable
-from mtrain_cli.config.schema import ConfigError
-
-if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 
 
-@app.command("step")
 def step(
     overrides: Overrides = None,
     warmup: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
@@ -67,12 +62,12 @@ def step(
     require_resolvable(config, environment)
     warn_of_unused_settings(words, config, device=environment.device)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan
+    from mtrain_bench.step import TARGET, StepProfilePlan
     from mtrain_cli.records import record_files
 
     run = run_dir.create(config, words)
     StepProfilePlan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=TARGET, config=config)
+    code = launch(run, environment, resume=False, target=TARGET, config=config, saves=False)
     summary = run.path / record_files.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():
         typer.echo("stopped before the recorded step ended: nothing was saved", err=True)

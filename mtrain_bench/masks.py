@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtrain_bench.kernels import CallTime, KernelBench, KernelCase
 from mtrain_cli.attention.kernel_registry import choose
 from mtrain_cli.attention.mask import IntArray, KeySlice, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -24,7 +25,6 @@ from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.temporary_folders import compiled
-from mtrain_cli.profiling.kernel_benchmark import CallTime, KernelBench, KernelCase
 
 FLEX = "flex"
 _ANSWERS = 8

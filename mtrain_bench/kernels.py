@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+from mtrain_bench.timing import median_ms
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.profiling.timing import median_ms
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.sparsity.fixed import fixed_index
 

@@ -18,7 +18,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
     writing,
 )
-from mtrain_cli.commands.profile import app, check_output
+from mtrain_cli.commands.profile import check_output
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
@@ -30,7 +30,6 @@ _LEAST, _MOST = 64, 4 << 30  # bytes
 _LABEL = len("device  ")  # width of the label that begins each line
 
 
-@app.command("links")
 def links(
     overrides: Overrides = None,
     sizes: Annotated[str, option("N,...")] = "auto",
@@ -86,19 +85,13 @@ def links(
             "from the measurement's folder instead"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.link_benchmark import (
-        CLUSTER,
-        FILE,
-        TARGET,
-        LinkBenchmarkPlan,
-        cluster_text,
-    )
+    from mtrain_bench.links import CLUSTER, FILE, TARGET, LinkBenchmarkPlan, cluster_text
 
     name = f"measured_{environment.nodes}x{environment.workers_per_node}"
     name = name if cluster_out is None else cluster_out.stem
     run = run_dir.create(config, words)
     LinkBenchmarkPlan(message_sizes, repeats, name, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=TARGET, config=config)
+    code = launch(run, environment, resume=False, target=TARGET, config=config, saves=False)
     if code or not (run.path / FILE).is_file():
         raise typer.Exit(code)
     document = json.loads((run.path / FILE).read_text())

@@ -32,7 +32,7 @@ from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import Trainer
 
-TARGET = "mtrain_cli.profiling.step_profile:run"
+TARGET = "mtrain_bench.step:run"
 SHOWN = 10  # kernels or operators in the table
 _COMPRESSION = 5  # of gzip; higher levels hardly make a trace of 100 MB smaller
 
@@ -86,7 +86,8 @@ def run(bench: Bench, plan: StepProfilePlan) -> bool:
         breakdown = _read(profiler, run_dir.path, plan, bench)
         peak = max(filter(None, (m.peak_memory_gib for m in plain)), default=None)
         times = [m.seconds for m in plain], [m.seconds for m in recorded]
-        everyone = bench.gather(_RankSummary(breakdown, *times, peak))
+        # As a tuple: workers do not unpickle classes of other packages.
+        everyone = [_RankSummary(*of) for of in bench.gather((breakdown, *times, peak))]
         gathered = np.concatenate([rows for of_rank in bench.gather(loads) for rows in of_rank])
     if bench.first:
         losses = [metrics.loss for metrics in (*before, *recorded)]

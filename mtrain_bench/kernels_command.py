@@ -7,13 +7,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mtrain_cli.commands.completion import complete_kernels
+from mtrain_bench.calibration import CalibrationOut, calibrating, pass_columns, ratio_cell
+from mtrain_cli.commands.completion import in_list
 from mtrain_cli.commands.options import (
     MOST_HEAD_DIM,
     MOST_HEADS,
     MOST_SAMPLES,
     MOST_TOKENS,
-    CalibrationOut,
     bounded,
     name_list,
     option,
@@ -21,14 +21,13 @@ from mtrain_cli.commands.options import (
     parse_names,
     parse_whole_number,
 )
-from mtrain_cli.commands.profile import app, calibrating, pass_columns, ratio_cell
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mtrain_bench.kernels import KernelBench, KernelCase, KernelTime
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
     from mtrain_cli.reporting.table import Column
 
 _BLOCKS = (16, 32, 64, 128)
@@ -37,7 +36,10 @@ _LENGTHS_OF_MASKS = {"cuda": "4k,8k,16k,32k,64k,128k", "cpu": "1k,2k"}
 _DENSITIES = "0.1,0.05,0.02"
 
 
-@app.command("kernels")
+def _complete_kernels(incomplete: str) -> list[str]:
+    return in_list([name for name in KERNELS if name != "auto"], incomplete)
+
+
 def kernels(
     seq: Annotated[str, option("N,...")] = "auto",
     density: Annotated[str, option("D,...")] = _DENSITIES,
@@ -45,7 +47,7 @@ def kernels(
     heads: Annotated[str, option("Q/KV,...")] = "16/2",
     head_dim: Annotated[int, bounded(16, MOST_HEAD_DIM)] = 128,
     block: Annotated[int | None, option("N")] = None,
-    kernel: Annotated[str, name_list(complete_kernels)] = "",
+    kernel: Annotated[str, name_list(_complete_kernels)] = "",
     mask: Annotated[str, name_list()] = "",
     compare: Annotated[str, name_list()] = "",
     repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 7,
@@ -77,8 +79,8 @@ def kernels(
     """
     import torch
 
+    from mtrain_bench.kernels import KernelBench, profile_kernels
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if compare and not mask:
@@ -126,7 +128,7 @@ def _time_masks(
     out: Path | None,
 ) -> None:
     """Time dense attention under masks. mask, compare: values of the options."""
-    from mtrain_cli.profiling.mask_benchmark import FLEX, MASKS, profile_masks
+    from mtrain_bench.masks import FLEX, MASKS, profile_masks
     from mtrain_cli.reporting.table import Column
 
     names = list(MASKS) if mask == "all" else parse_names("--mask", mask, [*MASKS])
@@ -156,8 +158,8 @@ def _parse_cases(
     device: str, seq: str, density: str, columns: int | None, heads: str, head_dim: int,
     block: int | None,
 ) -> list[KernelCase]:  # fmt: skip
+    from mtrain_bench.kernels import KernelCase
     from mtrain_cli.config.sizes import parse_share, parse_size
-    from mtrain_cli.profiling.kernel_benchmark import KernelCase
 
     gpu = device == "cuda"
     lengths = parse_items("--seq", seq, parse_size, "32k,128k")

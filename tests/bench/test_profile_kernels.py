@@ -9,10 +9,10 @@ import torch
 from commands.typed_line import split
 from typer.testing import CliRunner
 
+from mtrain_bench import masks as timed_masks
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.commands.app import app
-from mtrain_cli.profiling import mask_benchmark
 from mtrain_cli.sparsity.fixed import fixed_index
 
 
@@ -71,9 +71,7 @@ def test_the_shipped_calibration_loads_and_names_its_hardware():
 
 @without_gpu
 def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
-    monkeypatch.setattr(
-        "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
-    )
+    monkeypatch.setattr("mtrain_bench.kernels.profile_kernels", _nothing_is_measured)
     monkeypatch.delenv(
         "TRITON_INTERPRET", raising=False
     )  # other tests of the same process run the kernel without a GPU
@@ -132,7 +130,7 @@ def flex(*_):
 
 
 def test_masks_are_timed_and_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(mask_benchmark, "flex_attention", flex)
+    monkeypatch.setattr(timed_masks, "flex_attention", flex)
     out = tmp_path / "masks.json"
     result = run_small("--mask documents,video --compare flex --kernel sdpa --out", str(out))
     assert result.exit_code == 0, result.output
@@ -151,7 +149,7 @@ def test_masks_are_timed_and_saved(tmp_path, monkeypatch):
 
 def test_all_masks_are_described():
     lines = run_small("--kernel sdpa --mask all").stdout.splitlines()
-    masks = list(mask_benchmark.MASKS)
+    masks = list(timed_masks.MASKS)
     assert [line.split()[0] for line in lines[1 : len(masks) + 1]] == masks
     assert lines[-2].endswith("4x4x4 tokens, window 4x2x4")
 
@@ -167,7 +165,7 @@ def test_all_masks_are_described():
     ],
 )
 def test_wrong_options_are_refused_in_one_line(words, message, monkeypatch):
-    monkeypatch.setattr(mask_benchmark, "profile_masks", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(timed_masks, "profile_masks", lambda *_, **__: pytest.fail("measured"))
     result = run_small(words)
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
@@ -180,3 +178,10 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
     result = run_small("--mask causal --kernel sdpa,flash4")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "mtrain: --kernel flash4: needs a CUDA GPU\n"
+
+
+def test_profile_lists_the_commands_of_packages_among_its_own():
+    shown = CliRunner().invoke(app, ["profile", "--help"]).stdout
+    names = ("imbalance", "kernels", "links", "non-attention", "sparsity", "step", "what-if")
+    places = [shown.index(f"│ {name} ") for name in names]
+    assert places == sorted(places)

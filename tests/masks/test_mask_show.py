@@ -13,8 +13,8 @@ from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.reporting.mask_page import views
 from mtrain_cli.training.layout_choice import make_balancer
+from mtrain_masks.page import views
 
 NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
