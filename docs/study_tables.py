@@ -306,9 +306,9 @@ def _write(name: str, found: dict[str, Any]) -> None:
 
 def main(words: Sequence[str]) -> None:
     if words:
-        from mtrain_studies.cells import Study
-        from mtrain_studies.learning_tables import document
-        from mtrain_studies.outcomes import summarize
+        from mtrain_extras.studies.cells import Study
+        from mtrain_extras.studies.learning_tables import document
+        from mtrain_extras.studies.outcomes import summarize
 
         if (study := Study.open(Path(words[0]))) is None:
             raise SystemExit(f"{words[0]}: is no folder of a study")

@@ -34,7 +34,6 @@ from measured_runs import Measured, Pool, write_ids
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain_bench.timing import median_ms
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.config.sizes import format_size, parse_size
@@ -46,6 +45,7 @@ from mtrain_cli.model.expert_products import (
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.routing import RouterOptions, Routing
 from mtrain_cli.model.tiling import LayerExecution
+from mtrain_extras.bench.timing import median_ms
 
 TINY = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2",

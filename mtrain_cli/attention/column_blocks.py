@@ -109,8 +109,9 @@ class Front:
             parts = self._front(t).permute(2, 0, 4, 1, 3, 5)
             parts = parts.to(torch.float32, memory_format=torch.contiguous_format)
             fronts.append(parts.flatten(2, 3))
-        add_column_gradients(*keys, *fronts, local_columns(tiles)[1])
-        return keys[0], keys[1]
+        own_dk, own_dv = keys
+        add_column_gradients(own_dk, own_dv, fronts[0], fronts[1], local_columns(tiles)[1])
+        return own_dk, own_dv
 
     def lists(self, tiles: Tiles, *, transposed: bool) -> Lists:
         """Return `index_lists` with the front's blocks, which are all partial.

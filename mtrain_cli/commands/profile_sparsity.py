@@ -37,7 +37,7 @@ def _one_only(_: str, __: Any, others: Mapping[str, Any]) -> None:
 
 
 # The analysis of another package, whose options this command takes: a module or object with
-# `Options`, `parse` and `open_analyzer`, such as `mtrain_studies.attention.profile`.
+# `Options`, `parse` and `open_analyzer`, such as `mtrain_extras.studies.attention.profile`.
 _STUDY: Any = next(iter(plugins.load_by_name("mtrain.analyzers", check=_one_only).values()), None)
 
 

@@ -11,14 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_bench import timing
-from mtrain_bench.kernels import (
-    KernelBench,
-    KernelCase,
-    KernelTime,
-    profile_kernels,
-)
-from mtrain_bench.timing import median_ms, save_times
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records import record_files
@@ -31,6 +23,14 @@ from mtrain_cli.simulation.calibration import (
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.synthetic_index import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
+from mtrain_extras.bench import timing
+from mtrain_extras.bench.kernels import (
+    KernelBench,
+    KernelCase,
+    KernelTime,
+    profile_kernels,
+)
+from mtrain_extras.bench.timing import median_ms, save_times
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from attention.mask_definitions import predicate as definition
 
-from mtrain_bench import kernels, masks
-from mtrain_bench.kernels import KernelBench, KernelCase
-from mtrain_bench.masks import (
+from mtrain_extras.bench import kernels, masks
+from mtrain_extras.bench.kernels import KernelBench, KernelCase
+from mtrain_extras.bench.masks import (
     MASKS,
     documents,
     profile_masks,

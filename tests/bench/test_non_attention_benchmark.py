@@ -9,9 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtrain_bench import non_attention as measuring
-from mtrain_bench.non_attention import NonAttentionTime, profile_non_attention
-from mtrain_bench.timing import save_times
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
@@ -32,6 +29,9 @@ from mtrain_cli.simulation.scenario import (
 )
 from mtrain_cli.training.flops import layer_matmul, parameters
 from mtrain_cli.training.resolution import resolve_run
+from mtrain_extras.bench import non_attention as measuring
+from mtrain_extras.bench.non_attention import NonAttentionTime, profile_non_attention
+from mtrain_extras.bench.timing import save_times
 
 LENGTHS = (128, 256, 640)
 H200 = load_cluster("h200_1x8")

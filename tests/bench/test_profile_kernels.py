@@ -9,11 +9,11 @@ import torch
 from commands.typed_line import split
 from typer.testing import CliRunner
 
-from mtrain_bench import masks as timed_masks
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.commands.app import app
 from mtrain_cli.sparsity.fixed import fixed_index
+from mtrain_extras.bench import masks as timed_masks
 
 
 def run(*words: str):
@@ -71,7 +71,7 @@ def test_the_shipped_calibration_loads_and_names_its_hardware():
 
 @without_gpu
 def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
-    monkeypatch.setattr("mtrain_bench.kernels.profile_kernels", _nothing_is_measured)
+    monkeypatch.setattr("mtrain_extras.bench.kernels.profile_kernels", _nothing_is_measured)
     monkeypatch.delenv(
         "TRITON_INTERPRET", raising=False
     )  # other tests of the same process run the kernel without a GPU

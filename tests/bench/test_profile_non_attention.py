@@ -69,7 +69,7 @@ def test_invalid_requests_are_one_line(words, message, tmp_path, monkeypatch):
 def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     command, tmp_path, monkeypatch
 ):
-    from mtrain_bench import kernels, non_attention
+    from mtrain_extras.bench import kernels, non_attention
 
     monkeypatch.chdir(tmp_path)
     words = {

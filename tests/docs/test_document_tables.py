@@ -11,10 +11,10 @@ import pytest
 from docs.blocks import ROOT, script
 from studies.test_learning_tables import summary
 
-from mtrain_studies.cells import Study
-from mtrain_studies.learning_tables import document
-from mtrain_studies.outcomes import FAILED, HELD, UNKNOWN, summarize
-from mtrain_studies.t_interval import interval
+from mtrain_extras.studies.cells import Study
+from mtrain_extras.studies.learning_tables import document
+from mtrain_extras.studies.outcomes import FAILED, HELD, UNKNOWN, summarize
+from mtrain_extras.studies.t_interval import interval
 
 RESULTS = ROOT / "profiles/learning"
 

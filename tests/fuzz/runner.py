@@ -174,10 +174,10 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
 
     import hydra
 
-    from mtrain_bench import kernels, non_attention
     from mtrain_cli.launch import local
     from mtrain_cli.profiling import pattern_quality
-    from mtrain_studies import cells
+    from mtrain_extras.bench import kernels, non_attention
+    from mtrain_extras.studies import cells
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     composed: dict[tuple[str, ...], Any] = {}

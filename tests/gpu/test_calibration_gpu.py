@@ -8,8 +8,8 @@ import pytest
 import torch
 from command import mtrain
 
-from mtrain_bench.kernels import KernelBench, KernelCase, profile_kernels
 from mtrain_cli.config.cluster import load_cluster
+from mtrain_extras.bench.kernels import KernelBench, KernelCase, profile_kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import pytest
 from reporting.test_html import figures_in
 
 from mtrain_cli.composition.compose import compose
-from mtrain_masks import page as mask_page
-from mtrain_masks.page import MaskView, density, holders, layouts_table, views
+from mtrain_extras.masks import page as mask_page
+from mtrain_extras.masks.page import MaskView, density, holders, layouts_table, views
 
 SEQ = 8192
 NAMES = ["contiguous", "zigzag", "striped", "balanced"]

@@ -14,7 +14,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.training.layout_choice import make_balancer
-from mtrain_masks.page import views
+from mtrain_extras.masks.page import views
 
 NAMES = ("contiguous", "zigzag", "striped", "balanced")
 

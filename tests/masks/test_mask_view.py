@@ -17,7 +17,7 @@ from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.layout_choice import make_balancer
-from mtrain_masks.page import LayoutShare, MaskView, density, holders, share_of, views
+from mtrain_extras.masks.page import LayoutShare, MaskView, density, holders, share_of, views
 
 WINDOW = MaskRule(False, SlidingWindow(300))
 WINDOW_WORDS = ("mask=sliding_window", "mask.window=300")
@@ -114,7 +114,7 @@ def test_ulysses_does_not_change_the_rows():
 
 def test_without_time_to_balance_the_other_layouts_remain(monkeypatch):
     assert len(all_layouts()) == 4
-    monkeypatch.setattr("mtrain_masks.page.MOST_CHUNKS", 8)
+    monkeypatch.setattr("mtrain_extras.masks.page.MOST_CHUNKS", 8)
     assert set(all_layouts()) == {"contiguous", "zigzag", "striped"}
 
 
