@@ -21,6 +21,7 @@ SRUN = """#!/usr/bin/env bash
 set -euo pipefail
 export SLURM_NTASKS=2 SLURM_TASKS_PER_NODE=2 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=localhost
 export SLURM_NNODES=1 SLURM_NODEID=0
+while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@"
 wait $!
