@@ -262,7 +262,7 @@ def wait_for(
     while not condition():
         if time.monotonic() > end:
             raise SlurmError(f"waited longer than {seconds:g} s. {why()[-9000:]}")
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def _is(pid: int, name: str) -> bool:

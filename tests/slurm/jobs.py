@@ -54,7 +54,9 @@ class Jobs:
         (programs / "mtrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m mtrain_cli "$@"\n')
         (programs / "mtrain").chmod(0o755)
         (packages / "pace.py").write_text(_PACE)
-        install(packages, "pace", "1", **{"entry-points": {"mtrain.callbacks": {"pace": "pace:pace"}}})
+        install(
+            packages, "pace", "1", **{"entry-points": {"mtrain.callbacks": {"pace": "pace:pace"}}}
+        )
         self._variables = {
             "PATH": os.pathsep.join([str(programs), os.environ["PATH"], "/usr/sbin"]),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
@@ -64,7 +66,12 @@ class Jobs:
         }
 
     def submit(
-        self, steps: int, *words: str, options: Sequence[str] = (), script: str = SCRIPT, **variables: str
+        self,
+        steps: int,
+        *words: str,
+        options: Sequence[str] = (),
+        script: str = SCRIPT,
+        **variables: str,
     ) -> str:
         """Submit the script on two nodes with a task of each. Return the number of the job."""
         given = [*self._words, f"train.steps={steps}", *words]

@@ -58,6 +58,10 @@ def test_a_job_at_its_time_limit_saves_starts_again_and_ends(jobs, undisturbed):
     assert "TIME LIMIT" not in output
 
 
+def preempt(jobs: Jobs) -> None:
+    jobs.cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
+
+
 @pytest.mark.parametrize("way", ["scontrol", "signal", "preempt", "grace"])
 def test_a_job_that_slurm_stops_saves_starts_again_and_ends(way, jobs, undisturbed):
     job = jobs.submit(STEPS, options=["--partition=graceful"] * (way == "grace"), PACE_S="0.05")
@@ -67,14 +71,20 @@ def test_a_job_that_slurm_stops_saves_starts_again_and_ends(way, jobs, undisturb
     elif way == "signal":
         jobs.cluster.run("scancel", "--signal=USR2", job)
     else:
-        urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true"]
-        jobs.cluster.submit(*urgent)
+        preempt(jobs)
     assert jobs.seconds_until_saved(job) < SAVED_S
     reached = len(jobs.losses(job))
     assert f"step-{reached}" in jobs.checkpoints(job)
     found = ends_like(undisturbed, jobs, job)
     assert found["Restarts"] == "1"
     assert f"resumed from the checkpoint of step {reached}, restart 1" in jobs.output(job)
+
+
+def test_a_job_that_is_preempted_before_its_first_step_starts_again(jobs, undisturbed):
+    job = jobs.submit(20, options=["--partition=graceful"])
+    wait_for(lambda: len(jobs.tasks()) == 2)
+    preempt(jobs)
+    assert int(ends_like(undisturbed, jobs, job, 20)["Restarts"]) >= 1
 
 
 def test_an_array_trains_a_seed_in_each_task(jobs, undisturbed):
