@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
 
@@ -96,6 +98,16 @@ def test_an_array_trains_a_seed_in_each_task(jobs, undisturbed):
         losses.append(jobs.losses(run))
     assert losses[0] == undisturbed[:20]
     assert len({tuple(one) for one in losses}) == 3
+
+
+def test_a_job_whose_rank_is_killed_fails_and_goes_on_when_it_is_requeued(jobs, undisturbed):
+    job = jobs.submit(STEPS, PACE_S="0.05")
+    jobs.wait_for_steps(job, 25)
+    os.kill(jobs.tasks()[-1], signal.SIGKILL)
+    jobs.cluster.wait(job, "FAILED")
+    wait_for(lambda: not jobs.tasks(), 10)
+    jobs.cluster.run("scontrol", "requeue", job)
+    assert ends_like(undisturbed, jobs, job)["Restarts"] == "1"
 
 
 def test_a_cancelled_job_leaves_committed_checkpoints_and_no_process(jobs):
