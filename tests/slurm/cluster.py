@@ -29,7 +29,10 @@ from typing import Any
 from nodes import node_network
 from nodes.node_network import Network
 
-_TOOLS = "slurmctld slurmd slurmstepd sbatch srun squeue scontrol scancel sinfo munged".split()
+_TOOLS = (
+    *("slurmctld", "slurmd", "slurmstepd", "munged"),
+    *("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"),
+)
 _START_S = 30.0
 GRACE_S = 30
 # Lines of slurm.conf. {folder}: of this cluster. A requeued job may start again when the
