@@ -25,14 +25,15 @@ WORDS = [
     "optim.schedule_steps=1000",  # so that runs of any length have the same losses
     "train.checkpoint_every=20",
 ]
-# A callback that makes a step take longer, so that a time limit ends the run on any machine.
+# A callback that makes a step take longer until the job is requeued, on machines of any speed.
 _PACE = """
 import os, time
 from mtrain_cli.training.callback import Callback
 
 class Pace(Callback):
     def before_step(self):
-        time.sleep(float(os.environ.get("PACE_S", "0")))
+        if "SLURM_RESTART_COUNT" not in os.environ:
+            time.sleep(float(os.environ.get("PACE_S", "0")))
 
 def pace(trainer, run_dir, message):
     return Pace()
