@@ -50,8 +50,8 @@ def ends_like(undisturbed: list[float], jobs: Jobs, job: str, steps: int = STEPS
 
 
 def test_a_job_at_its_time_limit_saves_starts_again_and_ends(jobs, undisturbed):
-    # SLURM looks every 30 seconds for jobs to warn, and warns up to 30 seconds early: here, after 30
-    # to 60 seconds.
+    # SLURM looks for jobs to warn every 30 seconds, and up to 30 seconds early: here, the signal
+    # comes after 30 to 60 seconds.
     job = jobs.submit(MORE_STEPS, options=["--time=2", "--signal=USR2@60"], PACE_S="0.3")
     found = ends_like(undisturbed, jobs, job, MORE_STEPS)
     assert int(found["Restarts"]) >= 1
