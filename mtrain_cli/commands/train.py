@@ -353,8 +353,6 @@ def estimate(plan: RunPlan) -> StepEstimate:
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
-    from mtrain_cli.config import resolved_file
-
     require_runnable(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.local import WARNED, launch
@@ -367,7 +365,7 @@ def _launch(
     else:
         run = run_dir.open(run_path)
         run.require_steps_left(steps)
-        if overrides and config != resolved_file.load(run.resolved):
+        if overrides:
             run = run.rewrite(config, overrides)
     code = launch(run, environment, resume=run_path is not None, config=config)
     # After a warning, a script goes on to the next job. A study must not go on to the next cell.

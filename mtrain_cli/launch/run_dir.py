@@ -152,13 +152,15 @@ class RunDir:
         decide_on_rank_zero(check)
 
     def rewrite(self, config: Config, overrides: Sequence[str]) -> RunDir:
-        """Replace the configuration of an opened run, and append to its overrides.
+        """Replace another configuration of an opened run, and append to its overrides.
 
         `discard` of the result restores the files. Raises ConfigError if they cannot be written.
         """
         return _share_run(lambda: self._rewrite_here(config, overrides))
 
     def _rewrite_here(self, config: Config, overrides: Sequence[str]) -> RunDir:
+        if config == resolved_file.load(self.resolved):  # not on other ranks, which may see the new
+            return self
         changed = self.resolved, self.overrides
         with _as_config_error(self.path):
             files = [(f, f.read_bytes() if f.exists() else None) for f in changed]

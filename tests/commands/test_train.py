@@ -16,7 +16,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load
 from mtrain_cli.evaluation.in_training import TaskEvaluations
-from mtrain_cli.launch import environment, local
+from mtrain_cli.launch import environment, local, run_dir
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import RunState, write_state
@@ -162,6 +162,19 @@ def test_resume_saves_overrides_for_the_workers(launched):
         load(run_dir.resolved).seq,
         environment.dims.workers,
     ) == (500, 512, 4)
+
+
+@pytest.mark.usefixtures("launched")
+def test_ranks_of_a_resumed_job_decide_alike_whichever_settings_they_see(monkeypatch):
+    run("run.name=mine", "topology.device=cpu", "seq=512", "train.steps=4")
+    words, decisions = ["--resume", "mine", "train.steps=8"], []
+    monkeypatch.setattr(
+        run_dir, "decide_on_rank_zero", lambda action: decisions.append(text := action()) or text
+    )
+    run(*words)
+    of_rank_zero = len(decisions)
+    run(*words)  # as a rank that comes later: the file has the new settings
+    assert len(decisions) == 2 * of_rank_zero > 0
 
 
 @pytest.mark.usefixtures("launched")
