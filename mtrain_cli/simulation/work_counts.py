@@ -24,9 +24,10 @@ from mtrain_cli.attention.index import (
 )
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockPairs
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Zigzag
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.simulation.causal_work import CausalRows, Chunks
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
@@ -72,6 +73,7 @@ class WorkCounter:
     owner: int64 [padded_seq], the group that holds each position.
     block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
         blocks; an index is then impossible, and blocks are not counted.
+    chunk: tokens of the equal chunks that the layout deals out; 0 if it has no such chunks.
     """
 
     schedule: Schedule
@@ -81,6 +83,7 @@ class WorkCounter:
     shared_columns: bool
     owner: IntArray
     block_owner: IntArray | None
+    chunk: int = 0
 
     @staticmethod
     def make(
@@ -117,8 +120,13 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        owned = block_owner if whole else None
-        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, owner, owned)
+        owned, shared = block_owner if whole else None, padded * schedule.heads // layout.workers
+        equal = {Contiguous.name: shared, Zigzag.name: shared // 2, Balanced.name: 0}
+        chunk = equal.get(layout.name, layout.block_size * schedule.heads)
+        if layout.workers == schedule.heads:
+            chunk = len(block_owner) * block
+        of = owner, owned, 0 if whole and chunk % block else chunk
+        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, *of)
 
     @property
     def groups(self) -> int:
@@ -254,7 +262,7 @@ class WorkCounter:
             for kind in self._kinds:
                 rows = list(kind.rows)
                 on = slashes[rows, heads].reshape(-1, self.blocks)
-                pairs, blocks = kind.diagonals.between(on.sum(0, dtype=np.int64))
+                pairs, blocks = kind.between(on.sum(0, dtype=np.int64))
                 table.pairs += pairs
                 table.blocks += blocks
                 columns, column_pairs = kind.columns.count(
@@ -359,6 +367,23 @@ class _Kind:
     counter: WorkCounter
 
     @cached_property
+    def chunks(self) -> Chunks | None:
+        """The chunks of a document that fills the sequence; None for other masks and layouts."""
+        chunk, owner, mask = self.counter.chunk, self.counter.owner, self.mask
+        if not chunk or not mask.is_causal_interval or mask.low[:, : mask.length].any():
+            return None
+        block = 1 if self.counter.block_owner is None else self.counter.block
+        return Chunks.of(mask.length, block, chunk, owner[::chunk])
+
+    def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the pairs and the blocks of the chosen diagonals, [groups, groups] each."""
+        if self.chunks is None:
+            return self.diagonals.between(chosen)
+        counts = (CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True))
+        pairs, blocks = (rows.table() for rows in counts)
+        return pairs, blocks * (self.counter.block_owner is not None)
+
+    @cached_property
     def diagonals(self) -> _Diagonals:
         counter = self.counter
         assert counter.block_owner is not None
@@ -374,8 +399,9 @@ class _Kind:
     def dense(self) -> tuple[IntArray, IntArray]:
         """Return the pairs and the blocks of one head, [groups, groups] each."""
         counter, mask = self.counter, self.mask
-        if counter.block_owner is not None and mask.is_causal_interval:
-            return self.diagonals.between(np.ones(counter.blocks, np.int64))
+        owned = counter.block_owner is not None
+        if self.chunks is not None or (owned and mask.is_causal_interval):
+            return self.between(np.ones(counter.blocks if owned else len(counter.owner), np.int64))
         pairs = np.zeros((counter.groups, counter.groups), np.int64)
         of_query = counter.owner[: mask.length]
         low, high = mask.low[:, : mask.length], mask.high[:, : mask.length]

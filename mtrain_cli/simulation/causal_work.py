@@ -1,0 +1,102 @@
+"""Count the pairs of one causal document in closed form, for layouts of equal chunks.
+
+Contiguous, zigzag and striped layouts cut a sequence into equal chunks. The pairs of two whole
+chunks depend only on their distance, so a count takes no table of blocks or positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a layout, and the document that they hold.
+
+    length: number of tokens of the document; the rest of the chunks is padding.
+    block: tokens per block, and ``size`` the blocks per chunk.
+    of_group: int64 [chunks of a group, groups], the chunks of each group, ascending.
+    """
+
+    length: int
+    block: int
+    size: int
+    of_group: IntArray
+
+    @staticmethod
+    def of(length: int, block: int, tokens: int, owner: IntArray) -> Chunks:
+        """Make the chunks of ``tokens`` each. owner: int64 [chunks], the group of each."""
+        groups = int(owner.max()) + 1
+        of_group = np.argsort(owner, kind="stable").reshape(groups, -1).T
+        return Chunks(length, block, tokens // block, of_group)
+
+    @cached_property
+    def dealt(self) -> bool:
+        """Whether groups get the chunks in turn, as in a striped layout."""
+        return bool((np.diff(self.of_group, axis=0) == self.of_group.shape[1]).all())
+
+
+class CausalRows:
+    """The counts of one row at a time of a table [query groups, key groups]."""
+
+    def __init__(self, chunks: Chunks, chosen: IntArray, *, touched: bool = False) -> None:
+        """Prepare a count of pairs, or of the blocks with any if ``touched``.
+
+        chosen: int64 [blocks], number of heads that choose each block diagonal.
+        """
+        self.chunks, size, block = chunks, chunks.size, chunks.block
+        rows, cut = divmod(chunks.length, block)  # whole blocks, and the tokens of the next one
+        whole, diagonal = (1, 1) if touched else (block**2, block * (block + 1) // 2)
+        last, corner = (cut > 0,) * 2 if touched else (cut * block, cut * (cut + 1) // 2)
+        # Sums over diagonals below d, and their sums, with zeros for negative d.
+        self._sums = np.concatenate([[0, 0], np.cumsum(np.cumsum(chosen))])
+        away = np.arange(chunks.of_group.size) * size
+        self.by_distance = whole * self._area(away, size)
+        self.by_distance[0] += chosen[0] * size * (diagonal - whole)
+        # The chunk in which the document ends, if it is not at the end of a chunk.
+        self.end, rows = divmod(rows, size)
+        self.at_end = whole * self._area(away, rows) + last * self._area(away + rows, 1)
+        self.at_end[0] += chosen[0] * (rows * (diagonal - whole) + corner - last)
+        self._dealt: dict[int, IntArray] = {}
+
+    def _area(self, first: IntArray, rows: int) -> IntArray:
+        """Sum the heads over ``rows`` rows and a chunk of columns, from diagonal ``first`` on."""
+        size, sums = self.chunks.size, self._sums
+        ends = (first + rows + 1, 1), (first + 1, -1), (first + rows + 1 - size, -1)
+        of = (sums[np.maximum(at, 0)] * sign for at, sign in (*ends, (first + 1 - size, 1)))
+        return np.sum(list(of), axis=0)
+
+    def row(self, group: int) -> IntArray:
+        """Return the counts of a query group with each key group, int64 [groups]."""
+        held = self.chunks.of_group
+        found, own = np.zeros(held.size, np.int64), held[:, group]
+        if dealt := self.chunks.dealt and len(own) > 1:
+            number = int((own < self.end).sum())
+            before, after = self._of_dealt(number)[: group + 1], self._of_dealt(number - 1)
+            near = np.concatenate([before, after[group + 1 :]])
+        for chunk in own:
+            if chunk == self.end:
+                found[: chunk + 1] += self.at_end[chunk::-1]
+            elif chunk < self.end and not dealt:
+                found[: chunk + 1] += self.by_distance[chunk::-1]
+        found = found[held].sum(0)
+        return found + np.roll(near[::-1], group + 1) if dealt else found
+
+    def _of_dealt(self, number: int) -> IntArray:
+        """Return the counts of ``number`` chunks with another group's, by distance, [groups].
+
+        A group's chunk meets the chunks of its own turn and of all turns before it.
+        """
+        if number not in self._dealt:
+            turns, groups = self.chunks.of_group.shape
+            times = np.maximum(number - np.arange(turns), 0)
+            self._dealt[number] = times @ self.by_distance.reshape(turns, groups)
+        return self._dealt[number]
+
+    def table(self) -> IntArray:
+        return np.stack([self.row(group) for group in range(self.chunks.of_group.shape[1])])
