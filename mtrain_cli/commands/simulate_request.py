@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DENSE, FIXED = "dense", "fixed"
 DEFAULT_CLUSTER, DEFAULT_LAYOUTS = "h200_1x8", ("zigzag", "striped")
 _SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
-_MOST_WORKERS = 4096
+_MOST_WORKERS = 1 << 16
 # Settings that have an effect if a recording gives the shape of attention, and no model= the rest.
 _OF_SHAPE = ("seq", "topology.gpus_per_node", "train.kernel")
 # Settings that are the keys of `SimulateOptions` under another name.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
 
@@ -98,5 +99,34 @@ class CausalRows:
             self._dealt[number] = times @ self.by_distance.reshape(turns, groups)
         return self._dealt[number]
 
-    def table(self) -> IntArray:
-        return np.stack([self.row(group) for group in range(self.chunks.of_group.shape[1])])
+    def sums(self) -> IntArray:
+        """Return the counts of each query group with all key groups, int64 [groups]."""
+        of_chunk = np.cumsum(self.by_distance)
+        of_chunk[self.end :] = 0
+        of_chunk[self.end : self.end + 1] = self.at_end[: self.end + 1].sum()
+        return of_chunk[self.chunks.of_group].sum(0)
+
+
+def column_sums(
+    chunks: Chunks, slashes: NDArray[np.bool_], columns: NDArray[np.int32]
+) -> tuple[int, IntArray]:
+    """Return the number of columns without padding, and their pairs by query group, [groups].
+
+    slashes: [rows, blocks], with one row per head and sequence; their pairs do not count.
+    columns: [rows, width], positions.
+    """
+    (rows, blocks), block = slashes.shape, chunks.block
+    row, at = np.nonzero(columns < chunks.length)
+    x = columns[row, at].astype(np.int64)
+    own, off = x // block, ~slashes
+    # All rows of a block see a column in an earlier block, unless a slash covers it.
+    held = np.bincount(row * blocks + own, minlength=rows * blocks).reshape(rows, blocks)
+    later = np.where(np.arange(blocks) > 0, off, False)
+    of_rows = (np.fft.rfft(numbers, 2 * blocks) for numbers in (held, later))
+    seen = np.fft.irfft(np.prod(list(of_rows), axis=0).sum(0), 2 * blocks)[:blocks]
+    pairs = np.rint(seen).astype(np.int64)
+    pairs *= np.clip(chunks.length - np.arange(blocks) * block, 0, block)
+    ends = np.minimum((own + 1) * block, chunks.length)
+    np.add.at(pairs, own, off[row, 0] * (ends - x))
+    of_chunk = pairs.reshape(-1, chunks.size).sum(1)
+    return len(x), of_chunk[chunks.of_group].sum(0)

@@ -27,14 +27,16 @@ from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Zigzag
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.simulation.causal_work import CausalRows, Chunks
-from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
+from mtrain_cli.records.imbalance import Imbalance
+from mtrain_cli.simulation.causal_work import CausalRows, Chunks, column_sums
+from mtrain_cli.simulation.spmd_schedule import EVERYTHING, RankGrid, SpmdSchedule
 
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
 # has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 AT_ONCE = 1 << 21  # most entries of a temporary table
+MOST_PLAYED = 512  # groups whose work is counted in each step, and workers that are played so
 Part = tuple[int, int]
 
 
@@ -49,6 +51,7 @@ class StepWork:
     of_columns: [workers, steps], pairs of single columns on no slash, which are in ``pairs``.
     hidden: [workers, steps], pairs of chosen blocks that the gate of the query hides. They are not
         in ``pairs``, but kernels compute whole blocks.
+    balance: imbalance degrees of pairs, if this is only the sum over the workers of a long ring.
     """
 
     direction: str
@@ -58,6 +61,7 @@ class StepWork:
     column_pairs: IntArray
     of_columns: IntArray | None = None
     hidden: IntArray | None = None
+    balance: Imbalance | None = None
 
     @property
     def total_pairs(self) -> IntArray:
@@ -172,11 +176,26 @@ class WorkCounter:
         return {name: self._by_step(name, of, ranks, tables) for name, of in steps.items()}
 
     @cached_property
+    def closed(self) -> bool:
+        """Whether `CausalRows` count all pairs without a table [groups, groups]."""
+        return all(kind.chunks is not None for kind in self._kinds)
+
+    @cached_property
+    def _key_sets(self) -> list[tuple[int, ...]]:
+        """The groups whose keys the steps of a large gather compute; none if tables are small."""
+        if self.groups <= MOST_PLAYED or not (self.schedule.gathers and self.closed):
+            return []
+        spmd = SpmdSchedule.of(self.schedule)
+        steps = (*spmd.forward, *spmd.backward)
+        return list(dict.fromkeys(step.keys for step in steps if step.keys is not None))
+
+    @cached_property
     def _places(self) -> dict[str, IntArray]:
         """Return a table by pass, int64 [rows, 6], with rows for steps that compute attention.
 
         Columns are rank, step, i, n (the i-th of n parts of the heads), query group, and key group:
-        ``groups`` for all keys. A step that computes several key groups has several rows per rank.
+        -1 for all keys. A step that computes several key groups has several rows per rank, or the
+        number of its set in `_key_sets`.
         """
         spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -187,9 +206,10 @@ class WorkCounter:
                 if step.queries is None or step.keys is None:
                     continue
                 queries = spmd.grid.groups_of(step.queries)
-                for group in step.keys:
-                    whole = step.keys == EVERYTHING
-                    keys = np.array(self.groups) if whole else spmd.grid.groups_of(group)
+                sets = self._key_sets
+                for group in (sets.index(step.keys),) if sets else step.keys:
+                    numbered = bool(sets) or step.keys == EVERYTHING
+                    keys = np.array(group) if numbered else spmd.grid.groups_of(group)
                     columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
                     rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
@@ -241,10 +261,13 @@ class WorkCounter:
                 same.rows.append(row)
         return kinds
 
+    def _empty(self) -> _Table:
+        return _Table(*np.zeros((4, self.groups, len(self._key_sets) or self.groups), np.int64))
+
     def _dense(self, parts: Iterable[Part]) -> dict[Part, _Table]:
         tables = {}
         for part in parts:
-            table = tables[part] = _Table.empty(self.groups)
+            table = tables[part] = self._empty()
             for kind in self._kinds:
                 heads = len(kind.rows) * self.heads // part[1]
                 pairs, blocks = kind.dense
@@ -258,16 +281,19 @@ class WorkCounter:
         tables = {}
         for i, n in parts:
             heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
-            table = tables[i, n] = _Table.empty(self.groups)
+            table = tables[i, n] = self._empty()
             for kind in self._kinds:
-                rows = list(kind.rows)
-                on = slashes[rows, heads].reshape(-1, self.blocks)
+                on = slashes[kind.rows, heads].reshape(-1, self.blocks)
+                of_columns = positions[kind.rows, heads].reshape(len(on), -1)
                 pairs, blocks = kind.between(on.sum(0, dtype=np.int64))
                 table.pairs += pairs
                 table.blocks += blocks
-                columns, column_pairs = kind.columns.count(
-                    on, positions[rows, heads].reshape(len(on), -1)
-                )
+                if self._key_sets == [EVERYTHING] and kind.chunks is not None:
+                    columns, column_pairs = column_sums(kind.chunks, on, of_columns)
+                    column_pairs = column_pairs[:, None]
+                else:
+                    columns, counted = kind.columns.count(on, of_columns)
+                    column_pairs = kind.of_sets(counted)
                 table.column_pairs += column_pairs
                 table.columns += columns
         return tables
@@ -287,7 +313,7 @@ class WorkCounter:
         bits = index.bits.cpu().numpy().view(np.uint8)
         # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]
-        tables = {part: _Table.empty(self.groups) for part in parts}
+        tables = {part: self._empty() for part in parts}
         at_once = max(1, AT_ONCE // self.blocks)
         for begin in range(0, len(needed), at_once):
             rows, held = needed[begin : begin + at_once], slots[begin : begin + at_once]
@@ -355,10 +381,6 @@ class _Table:
     hidden: IntArray
     columns: int = 0
 
-    @staticmethod
-    def empty(groups: int) -> _Table:
-        return _Table(*np.zeros((4, groups, groups), np.int64))
-
 
 @dataclass(frozen=True)
 class _Kind:
@@ -376,12 +398,26 @@ class _Kind:
         return Chunks.of(mask.length, block, chunk, owner[::chunk])
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pairs and the blocks of the chosen diagonals, [groups, groups] each."""
+        """Return the pairs and the blocks of the chosen diagonals, as in `_Table`."""
+        counter, sets = self.counter, self.counter._key_sets
         if self.chunks is None:
             return self.diagonals.between(chosen)
-        counts = (CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True))
-        pairs, blocks = (rows.table() for rows in counts)
-        return pairs, blocks * (self.counter.block_owner is not None)
+        counts = [CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True)]
+        if sets == [EVERYTHING]:
+            pairs, blocks = (rows.sums()[:, None] for rows in counts)
+        else:
+            groups = range(counter.groups)
+            pairs, blocks = (self.of_sets(map(rows.row, groups)) for rows in counts)
+        return pairs, blocks * (counter.block_owner is not None)
+
+    def of_sets(self, rows: Iterable[IntArray]) -> IntArray:
+        """Stack the rows of a table, summed over the key sets of a large gather."""
+        sets, grid = self.counter._key_sets, RankGrid.of(self.counter.schedule)
+        if not sets:
+            return np.stack(list(rows))
+        places = [np.divmod(keys, grid.size) for keys in sets]
+        seen = (grid.seen_from(group, row) for group, row in enumerate(rows))
+        return np.array([[of[-node, -local].sum() for node, local in places] for of in seen])
 
     @cached_property
     def diagonals(self) -> _Diagonals:
