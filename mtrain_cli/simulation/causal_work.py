@@ -74,19 +74,21 @@ class CausalRows:
 
     def row(self, group: int) -> IntArray:
         """Return the counts of a query group with each key group, int64 [groups]."""
-        held = self.chunks.of_group
-        found, own = np.zeros(held.size, np.int64), held[:, group]
-        if dealt := self.chunks.dealt and len(own) > 1:
-            number = int((own < self.end).sum())
-            before, after = self._of_dealt(number)[: group + 1], self._of_dealt(number - 1)
-            near = np.concatenate([before, after[group + 1 :]])
-        for chunk in own:
-            if chunk == self.end:
-                found[: chunk + 1] += self.at_end[chunk::-1]
-            elif chunk < self.end and not dealt:
-                found[: chunk + 1] += self.by_distance[chunk::-1]
-        found = found[held].sum(0)
-        return found + np.roll(near[::-1], group + 1) if dealt else found
+        held, own = self.chunks.of_group, self.chunks.of_group[:, group]
+        whole = own[own < self.end]
+        counts = [self.at_end[: self.end + 1]] * (self.end in own)
+        found = np.zeros(held.shape[1], np.int64)
+        if self.chunks.dealt:
+            before, after = self._of_dealt(len(whole)), self._of_dealt(len(whole) - 1)
+            near = np.concatenate([before[: group + 1], after[group + 1 :]])
+            found = np.roll(near[::-1], group + 1)
+        else:
+            counts += [self.by_distance[: chunk + 1] for chunk in whole]
+        for count in counts:
+            of_chunk = np.zeros(held.size, np.int64)
+            of_chunk[: len(count)] = count[::-1]
+            found = sum((of_chunk[chunks] for chunks in held), start=found)
+        return found
 
     def _of_dealt(self, number: int) -> IntArray:
         """Return the counts of ``number`` chunks with another group's, by distance, [groups].
