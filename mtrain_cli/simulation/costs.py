@@ -94,7 +94,7 @@ class Costs:
     spmd: SpmdSchedule
     head_dim: int
     sparse: bool = False
-    estimated: int = 0
+    estimated: float = 0
     scores: float = 0.0
     measured: bool = True
     stripe: int = 0

@@ -1,7 +1,7 @@
-"""Predict a long ring from two shorter ones (`ring.shorter_rings`), which are played in full.
+"""Let two shorter rings, which are played, stand for a long one (`ring.shorter_rings`).
 
-In the shorter rings, every rank computes in each step what the slowest rank of the long ring
-computes in one of its steps. So the time is an upper bound, and exact if all work is equal.
+In a shorter ring all ranks do in each step what the slowest rank of the long ring does in one of
+its steps. So the time is that of the long ring if all work is equal, and about an upper bound else.
 """
 
 from __future__ import annotations
@@ -9,165 +9,143 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache, partial
 
 import numpy as np
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.ring import shorter_rings
-from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance
+from mtrain_cli.simulation import work_counts
 from mtrain_cli.simulation.calibration import FloatArray
 from mtrain_cli.simulation.causal_work import CausalRows, column_sums
 from mtrain_cli.simulation.spmd_schedule import RankGrid, SpmdSchedule
 from mtrain_cli.simulation.timeline import PassTimes
 from mtrain_cli.simulation.what_if import ReplayCase
-from mtrain_cli.simulation.work_counts import MOST_PLAYED, StepWork, WorkCounter
+from mtrain_cli.simulation.work_counts import StepWork, WorkCounter
 
 SHORTEST = 64  # shards of the shorter ring
 
 
+def is_long(counter: WorkCounter, index: Index | None) -> bool:
+    """Return whether shorter rings can stand for a ring: it is long, and work has a closed form."""
+    long = not counter.schedule.gathers and counter.groups > work_counts.MOST_PLAYED
+    lines = index is None or (isinstance(index, VerticalSlash) and counter.gathers_columns)
+    return long and lines and counter.closed
+
+
+def shorter_cases(case: ReplayCase, per_node: int) -> list[tuple[Fraction, ReplayCase]]:
+    """Return the shorter rings to play, each with a weight. per_node: GPUs of a real node."""
+    name, options = case.choice.name, case.choice.options(case.setup.workers)
+    work, found = lru_cache(1)(partial(RingWork.of, case.counter)), []
+    for weight, shorter in shorter_rings(name, options, SHORTEST, per_node):
+        schedule = make_schedule(name, shorter)
+        counter = replace(case.counter, schedule=schedule, long=work)
+        found.append((weight, replace(case, schedule=schedule, counter=counter, _programs={})))
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class RingWork:
-    """The pairs of a long ring, by the place of the keys' group before that of the queries.
+    """The pairs of a long ring.
 
-    most, mean: [nodes, places of a node], over all ranks; of one node if the ring is flat.
-    columns: largest number of gathered columns of a rank, and (largest, mean) of their pairs.
-    total, step: imbalance degrees, as in `Imbalance`.
-    pairs: number of pairs of all ranks, with columns.
+    most: largest pairs of a rank with the keys of the group that is so many nodes and ranks before
+        its own, int64 [nodes, ranks of a node]; in a flat ring [1, ranks].
+    columns, column_pairs: largest number of gathered columns of a rank, and of their pairs.
+    total_pairs: of each group and part of the heads, with gathered columns.
     """
 
     most: IntArray
-    mean: FloatArray
     columns: int
-    column_pairs: tuple[int, float]
-    total: float
-    step: float
-    pairs: int
+    column_pairs: int
+    total_pairs: IntArray
+    balance: Imbalance
 
     @staticmethod
     def of(counter: WorkCounter, index: Index | None) -> RingWork:
-        """Count the work of a layer. index: None for dense attention; see `is_long`."""
-        grid, parts = RankGrid.of(counter.schedule), counter.schedule.heads
-        most = np.zeros((grid.nodes, grid.size), np.int64)
-        mean, totals, steps = np.zeros(most.shape), [], []
-        columns, column_pairs = 0, []
-        for part in range(parts if index is not None else 1):
-            rows, own_columns, of_columns = _rows(counter, index, part)
+        grid, heads = RankGrid.of(counter.schedule), counter.schedule.heads
+        most, sums = np.zeros((2, grid.nodes, grid.size), np.int64)
+        totals, largest, of_columns, columns = [], [], [], 0
+        for part in range(heads):
+            rows, pairs, number = [], np.zeros(counter.groups, np.int64), 0
+            for kind in counter._kinds:
+                assert kind.chunks is not None
+                on, positions = counter.lines(index, kind, (part, heads))
+                rows.append(CausalRows(kind.chunks, on.sum(0, dtype=np.int64)))
+                if positions.size:
+                    more, counted = column_sums(kind.chunks, on, positions)
+                    number, pairs = number + more, pairs + counted
             for group in range(counter.groups):
-                row = np.sum([of_kind.row(group) for of_kind in rows], axis=0)
+                row = sum((of_kind.row(group) for of_kind in rows[1:]), start=rows[0].row(group))
                 seen = grid.seen_from(group, row)
                 np.maximum(most, seen, out=most)
-                mean += seen
-                totals.append(int(row.sum()))
-                steps.append(int(row.max()))
-            columns = max(columns, own_columns)
-            column_pairs.append(of_columns)
-        ranks = len(totals)
-        every = np.array(totals) + np.concatenate(column_pairs)
-        live = np.count_nonzero(most)
-        return RingWork(
-            most,
-            mean / ranks,
-            columns,
-            (int(np.max(column_pairs)), float(np.mean(column_pairs))),
-            float(every.max() / every.mean()),
-            float(np.mean(np.array(steps) * live / np.maximum(totals, 1))),
-            int(every.sum()) * parts * counter.groups // ranks,
+                sums += seen
+                totals.append(row.sum())
+                largest.append(row.max())
+            of_columns.append(pairs)
+            columns = max(columns, number)
+        of_all = np.concatenate(of_columns)
+        steps, totals, pairs = np.count_nonzero(most), np.array(totals), totals + of_all
+        by_step, means = np.append(most, of_all.max()), np.append(sums, of_all.sum()) / len(pairs)
+        live = by_step > 0
+        balance = Imbalance(
+            float((by_step[live] / means[live]).mean()),
+            float((np.array(largest) * steps / np.maximum(totals, 1)).mean()),
+            float(pairs.max() / pairs.mean()),
+            float(by_step.sum() / means.sum()),
         )
+        return RingWork(most, columns, int(of_all.max()), pairs, balance)
 
-    def whole(self, direction: str) -> StepWork:
-        """Return the sum over all workers and steps, with the imbalance degrees."""
-        columns = ([[number]] for number in self.column_pairs)
-        most, mean = (np.append(t, c) for t, c in zip((self.most, self.mean), columns, strict=True))
-        ratio = float(np.mean(most[most > 0] / mean[most > 0]))
-        balance = Imbalance(ratio, self.step, self.total, float(most.sum() / mean.sum()))
-        pairs, none = np.array([[self.pairs]]), np.zeros(1, np.int64)
-        return StepWork(direction, pairs, np.zeros_like(pairs), none, none, balance=balance)
-
-    def spread(self, spmd: SpmdSchedule, direction: str) -> StepWork:
+    def spread(self, schedule: Schedule) -> dict[str, StepWork]:
         """Return the work of a shorter ring, the same on all its ranks.
 
         A phase is the steps of a node, or a step in a flat ring. The first phase is that of the
         long ring. The others, sorted by their work, are divided into as many equal parts as the
         shorter ring has further phases: each has the mean of a part.
         """
-        flat, grid = self.most.shape[0] == 1, spmd.grid
+        flat, spmd = self.most.shape[0] == 1, SpmdSchedule.of(schedule)
+        grid, found = spmd.grid, {}
         first, *others = self.most.T if flat else self.most
         sums = np.cumsum([0 * first, *sorted(others, key=np.sum, reverse=True)], axis=0)
         parts = (grid.size if flat else grid.nodes) - 1
-        ends = np.linspace(0, len(others), parts + 1)
-        of_place = (np.interp(ends, np.arange(len(sums)), column) for column in sums.T)
-        means = np.diff(np.stack(list(of_place), 1), axis=0) * parts / len(others)
+        ends, places = np.linspace(0, len(others), parts + 1), np.arange(len(sums))
+        below = np.stack([np.interp(ends, places, column) for column in sums.T], 1)
+        means = np.diff(below, axis=0) * parts / len(others)
         every = np.stack([first, *np.rint(means).astype(np.int64)])
-        pairs = np.zeros(len(spmd.steps(direction)), np.int64)
-        for at, step in enumerate(spmd.steps(direction)):
-            if step.queries is not None and step.keys is not None:
-                phase, place = divmod(max(step.queries, *step.keys), every.shape[1])
-                pairs[at] = every[-phase, -place]
-        table = np.tile(pairs, (grid.workers, 1))
-        columns = (np.full(grid.workers, n) for n in (self.columns, self.column_pairs[0]))
-        return StepWork(direction, table, 0 * table, *columns, 0 * table, 0 * table)
-
-
-def _rows(
-    counter: WorkCounter, index: Index | None, part: int
-) -> tuple[list[CausalRows], int, IntArray]:
-    """Return the rows of each kind of mask for a part of the heads, and its gathered columns."""
-    rows, columns, pairs = [], 0, np.zeros(counter.groups, np.int64)
-    of_part = counter.heads // counter.schedule.heads
-    for kind in counter._kinds:
-        assert kind.chunks is not None
-        number = counter.blocks if counter.block_owner is not None else len(counter.owner)
-        chosen = np.full(number, of_part * len(kind.rows))
-        if isinstance(index, VerticalSlash):
-            heads = slice(part * of_part, (part + 1) * of_part)
-            on = index.slashes.numpy()[kind.rows, heads].reshape(-1, counter.blocks)
-            of_columns = index.columns.numpy()[kind.rows, heads].reshape(len(on), -1)
-            chosen = on.sum(0, dtype=np.int64)
-            more, counted = column_sums(kind.chunks, on, of_columns)
-            columns, pairs = columns + more, pairs + counted
-        rows.append(CausalRows(kind.chunks, chosen))
-    return rows, columns, pairs
-
-
-def is_long(counter: WorkCounter, index: Index | None) -> bool:
-    """Return whether shorter rings can stand for a ring, because its work has a closed form."""
-    lines = index is None or (isinstance(index, VerticalSlash) and counter.gathers_columns)
-    large = counter.groups > MOST_PLAYED and not counter.schedule.gathers
-    return large and lines and counter.closed
-
-
-def shorter_cases(case: ReplayCase, per_node: int) -> list[tuple[Fraction, ReplayCase]]:
-    """Return the shorter rings to play, each with a weight. per_node: GPUs of a real node."""
-    options = case.choice.options(case.setup.workers)
-    return [
-        (weight, replace(case, schedule=make_schedule(case.choice.name, own), _programs={}))
-        for weight, own in shorter_rings(case.choice.name, options, SHORTEST, per_node)
-    ]
+        columns = [np.full(grid.workers, n) for n in (self.columns, self.column_pairs)]
+        for direction in (FORWARD, BACKWARD):
+            pairs = np.zeros((grid.workers, len(spmd.steps(direction))), np.int64)
+            for at, step in enumerate(spmd.steps(direction)):
+                if step.queries is not None and step.keys is not None:
+                    phase, place = divmod(max(step.queries, *step.keys), every.shape[1])
+                    pairs[:, at] = every[-phase, -place]
+            none = np.zeros_like(pairs)
+            found[direction] = StepWork(direction, pairs, none, *columns, none, none, self)
+        return found
 
 
 def mixed(parts: Sequence[tuple[Fraction, PassTimes]]) -> PassTimes:
     """Return the weighted sum of the times of rings, for the ranks of the shortest, over steps."""
-    ranks = len(parts[0][1].end)
+    (_, first), *_ = parts
+    ranks = len(first.end)
 
     def total(*tables: FloatArray) -> FloatArray:
-        return np.sum(
-            [float(w) * t[..., :ranks] for (w, _), t in zip(parts, tables, strict=True)], axis=0
-        )
+        weighted = zip((float(weight) for weight, _ in parts), tables, strict=True)
+        return np.sum([weight * table[..., :ranks] for weight, table in weighted], axis=0)
 
-    def summed(*tables: FloatArray, apart: int = 0) -> FloatArray:
-        split = [np.stack([t[:, :apart].sum(1), t[:, apart:].sum(1)]) for t in tables]
-        return total(*split).T
+    def over_steps(tables: Sequence[FloatArray], apart: int = 0) -> FloatArray:
+        return total(*(np.stack([t[:, :apart].sum(1), t[:, apart:].sum(1)]) for t in tables)).T
 
-    times = [of for _, of in parts]
-    first = times[0]
+    every = [times for _, times in parts]
     return PassTimes(
-        direction=first.direction,
-        start=first.start[:ranks],
-        end=total(*(of.end for of in times)),
-        spent={kind: summed(*(of.spent[kind] for of in times), apart=1) for kind in first.spent},
-        late=summed(*(of.late for of in times)),
-        exposed={link: summed(*(of.exposed[link] for of in times)) for link in first.exposed},
-        carried=total(*(of.carried for of in times)),
+        first.direction,
+        first.start,
+        total(*(t.end for t in every)),
+        {kind: over_steps([t.spent[kind] for t in every], 1) for kind in first.spent},
+        over_steps([t.late for t in every]),
+        {link: over_steps([t.exposed[link] for t in every]) for link in first.exposed},
+        total(*(t.carried for t in every)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from fractions import Fraction
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -49,7 +49,7 @@ from mtrain_cli.simulation.costs import (
     Costs,
     LayerPrices,
 )
-from mtrain_cli.simulation.long_rings import RingWork, is_long, mixed, shorter_cases
+from mtrain_cli.simulation.long_rings import is_long, mixed, shorter_cases
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
@@ -365,8 +365,10 @@ def predict(
             own_kernel = name if own.sparse or first is None else dense
             if not players:
                 fits = rows and _rows_of(case, recompute) * len(problem.layers) <= MOST_ROWS
-            alone = calibration, slow, recompute
-            players.append(_CasePlayer(cluster, own, case, own_kernel, *alone, rows=fits))
+            of_case = partial(_CasePlayer, cluster, own, own_kernel, calibration, slow, recompute)
+            long = not (slow or fits) and is_long(case.counter, own.first_index)
+            per_node = cluster.gpus_per_node
+            players.append(_LongPlayer(case, of_case, per_node) if long else of_case(case))
     player, case = players[0], players[0].case
     of_kernels = [remark for player in players for remark in player.kernels.remarks]
     remarks = [*dict.fromkeys(of_kernels), *_uncertain(cluster), *filter(None, [problem.remark])]
@@ -423,19 +425,14 @@ class _CasePlayer:
         self,
         cluster: Cluster,
         problem: AttentionWorkload,
-        case: ReplayCase,
         kernel: str,
         calibration: Calibration | None,
         slow: Mapping[int, float],
         recompute: Recompute,
-        *,
-        rows: bool,
+        case: ReplayCase,
     ) -> None:
         self.problem, self.case, self.slow, self.recompute = problem, case, slow, recompute
-        self.rings = [(Fraction(1), case)]
-        if not slow and not rows and is_long(case.counter, problem.first_index):
-            self.rings = shorter_cases(case, cluster.gpus_per_node)
-        self.spmds = [SpmdSchedule.of(ring.schedule) for _, ring in self.rings]
+        self.spmd = spmd = SpmdSchedule.of(case.schedule)
         # If the workers only share heads, each computes whole sequences, whatever the layout.
         lists = case.setup.layout == "striped" and case.schedule.heads != case.setup.workers
         form = SPARSE if problem.sparse else LISTS if lists else DENSE
@@ -448,25 +445,11 @@ class _CasePlayer:
         own = isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, gpu)
         head_dim = problem.made.head_dim
         stripe = case.layout.block_size if kernels.by_stripes else 0
-        of_case = cluster, kernels, case.sizes, self.spmds[-1], head_dim
-        costs = Costs(*of_case, measured=own, stripe=stripe)
-        self.costs_of_rings = [
-            {bound: replace(costs, spmd=spmd, bound=bound, _messages={}) for bound in BOUNDS}
-            for spmd in self.spmds
-        ]
-        self.costs = self.costs_of_rings[-1]
+        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=own, stripe=stripe)
+        self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
-        self.masked = None if all(curve.skips for curve in curves) else self._count(None)
-
-    def _count(self, index: Index | None) -> list[dict[str, StepWork]]:
-        """Count the work in each of the rings that are played, and at the end in the real one."""
-        passes, counter = (FORWARD, BACKWARD), self.case.counter
-        if len(self.rings) == 1:
-            return [counter.count(index)] * 2
-        work = RingWork.of(counter, index)
-        spread = [{name: work.spread(spmd, name) for name in passes} for spmd in self.spmds]
-        return [*spread, {name: work.whole(name) for name in passes}]
+        self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
 
     def play_layers(
         self, bounds: Sequence[str], *, rows: bool, alike: bool
@@ -483,36 +466,50 @@ class _CasePlayer:
     def play_layer(self, layer: int, bounds: Sequence[str], *, rows: bool) -> _PlayedLayer:
         """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""
         index, case = self.problem.index(layer), self.case
-        works = self._count(None if index is None else resized(index, case.counter.blocks))
+        work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
         # Of all sizes, only those of single columns depend on the layer.
         sizes, seq = case.sizes_under(index), case.layout.padded_seq * len(self.problem.masks)
-        estimated = seq if self.problem.estimated and index is not None else 0
+        share = self.spmd.grid.workers / case.setup.workers  # less than 1 in a shorter ring
+        estimated = seq * share if self.problem.estimated and index is not None else 0.0
         times: dict[str, dict[str, PassTimes]] = {direction: {} for direction in self.directions}
         for direction, bound in product(self.directions, bounds):
-            parts = []
-            for at, ((weight, ring), spmd) in enumerate(zip(self.rings, self.spmds, strict=True)):
-                share = ring.schedule.workers / case.setup.workers
-                costs = replace(
-                    self.costs_of_rings[at][bound],
-                    sizes=sizes,
-                    sparse=index is not None,
-                    estimated=estimated * share,
-                    scores=self.problem.scores * share if estimated else 0.0,
-                )
-                masked = None if self.masked is None else self.masked[at]
-                prices = LayerPrices(costs, works[at], direction, masked)
-                program = ring.program(
-                    backward=direction == BACKWARD,
-                    columns=prices.columns,
-                    # PyTorch's kernel copies out and dout; the other kernels take views.
-                    copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
-                )
-                if direction == RECOMPUTE:
-                    program = program.recomputed(self.recompute)
-                keep = rows and bound == VALUE
-                parts.append((weight, play(program, spmd, prices, slow=self.slow, rows=keep)))
-            times[direction][bound] = parts[0][1] if len(parts) == 1 else mixed(parts)
-        return _PlayedLayer(layer, works[-1], sizes.column_width, times)
+            costs = replace(
+                self.costs[bound],
+                sizes=sizes,
+                sparse=index is not None,
+                estimated=estimated,
+                scores=self.problem.scores * share if estimated else 0.0,
+            )
+            prices = LayerPrices(costs, work, direction, self.masked)
+            program = case.program(
+                backward=direction == BACKWARD,
+                columns=prices.columns,
+                # PyTorch's kernel copies out and dout; the other kernels take views.
+                copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
+            )
+            if direction == RECOMPUTE:
+                program = program.recomputed(self.recompute)
+            keep = rows and bound == VALUE
+            times[direction][bound] = play(program, self.spmd, prices, slow=self.slow, rows=keep)
+        return _PlayedLayer(layer, work, sizes.column_width, times)
+
+
+class _LongPlayer(_CasePlayer):
+    """Simulates shorter rings that stand for a long one."""
+
+    def __init__(
+        self, case: ReplayCase, of_case: Callable[[ReplayCase], _CasePlayer], per_node: int
+    ) -> None:
+        self.shorter = [(weight, of_case(own)) for weight, own in shorter_cases(case, per_node)]
+        vars(self).update(vars(self.shorter[0][1]) | {"case": case})
+
+    def play_layer(self, layer: int, bounds: Sequence[str], *, rows: bool) -> _PlayedLayer:
+        played = [(weight, of.play_layer(layer, bounds, rows=rows)) for weight, of in self.shorter]
+        times = {
+            direction: {b: mixed([(w, of.times[direction][b]) for w, of in played]) for b in bounds}
+            for direction in self.directions
+        }
+        return replace(played[0][1], times=times)
 
 
 def _passes(layers: Sequence[_PlayedLayer], directions: Sequence[str]) -> dict[str, PredictedPass]:
@@ -533,8 +530,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     )
     time = [degrees(t.attention[None], t.spent["columns"][None, :, 0]) for t in likely]
     work = [degrees(w.pairs[None], w.column_pairs[None]) for w in works]
-    if works[0].balance is not None:  # shorter rings were played, with equal work on all ranks
-        time = work = [np.array([astuple(w.balance)]).T for w in works if w.balance is not None]
+    if rings := [w.ring for w in works if w.ring is not None]:
+        time = work = [np.array([astuple(ring.balance)]).T for ring in rings]
     computing = ((t.attention.sum(1) + t.spent["columns"][:, 0]).mean() for t in likely)
     computed = [float(us) / max(t.duration, 1e-9) for us, t in zip(computing, likely, strict=True)]
     workers, zero = len(likely[0].end), np.zeros(1)

@@ -8,9 +8,10 @@ between two groups depend only on masks and layout, and are counted once for all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +28,18 @@ from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Zigzag
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.records.imbalance import Imbalance
 from mtrain_cli.simulation.causal_work import CausalRows, Chunks, column_sums
-from mtrain_cli.simulation.spmd_schedule import EVERYTHING, RankGrid, SpmdSchedule
+from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
+
+if TYPE_CHECKING:
+    from mtrain_cli.simulation.long_rings import RingWork
 
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
 # has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 AT_ONCE = 1 << 21  # most entries of a temporary table
-MOST_PLAYED = 512  # groups whose work is counted in each step, and workers that are played so
+MOST_PLAYED = 512  # groups whose work is counted in each step
 Part = tuple[int, int]
 
 
@@ -51,7 +54,7 @@ class StepWork:
     of_columns: [workers, steps], pairs of single columns on no slash, which are in ``pairs``.
     hidden: [workers, steps], pairs of chosen blocks that the gate of the query hides. They are not
         in ``pairs``, but kernels compute whole blocks.
-    balance: imbalance degrees of pairs, if this is only the sum over the workers of a long ring.
+    ring: the work of the long ring for which this one stands; None for its own work.
     """
 
     direction: str
@@ -61,11 +64,13 @@ class StepWork:
     column_pairs: IntArray
     of_columns: IntArray | None = None
     hidden: IntArray | None = None
-    balance: Imbalance | None = None
+    ring: RingWork | None = None
 
     @property
     def total_pairs(self) -> IntArray:
         """Return the pairs of all steps and of gathered columns, [workers]."""
+        if self.ring is not None:
+            return self.ring.total_pairs
         return self.pairs.sum(1) + self.column_pairs
 
 
@@ -77,7 +82,8 @@ class WorkCounter:
     owner: int64 [padded_seq], the group that holds each position.
     block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
         blocks; an index is then impossible, and blocks are not counted.
-    chunk: tokens of the equal chunks that the layout deals out; 0 if it has no such chunks.
+    chunk: tokens of the equal chunks that the layout deals out.
+    long: counts the work of the long ring for which this one stands; None in other cases.
     """
 
     schedule: Schedule
@@ -87,7 +93,8 @@ class WorkCounter:
     shared_columns: bool
     owner: IntArray
     block_owner: IntArray | None
-    chunk: int = 0
+    chunk: int
+    long: Callable[[Index | None], RingWork] | None = None
 
     @staticmethod
     def make(
@@ -125,11 +132,13 @@ class WorkCounter:
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
         owned, shared = block_owner if whole else None, padded * schedule.heads // layout.workers
-        equal = {Contiguous.name: shared, Zigzag.name: shared // 2, Balanced.name: 0}
+        equal = {
+            Contiguous.name: shared,
+            Zigzag.name: shared // 2,
+            Balanced.name: layout.block_size,
+        }
         chunk = equal.get(layout.name, layout.block_size * schedule.heads)
-        if layout.workers == schedule.heads:
-            chunk = len(block_owner) * block
-        of = owner, owned, 0 if whole and chunk % block else chunk
+        of = owner, owned, chunk if layout.workers > schedule.heads else len(block_owner) * block
         return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, *of)
 
     @property
@@ -153,6 +162,8 @@ class WorkCounter:
         Raises:
             ValueError: the index does not fit this batch or lacks query blocks.
         """
+        if self.long is not None:
+            return self.long(index).spread(self.schedule)
         steps = dict(self._places)
         if rank is not None:
             steps = {name: places[places[:, 0] == rank] for name, places in steps.items()}
@@ -167,35 +178,18 @@ class WorkCounter:
         parts = sorted(wanted)
         if index is not None:
             self._check(index)
-        if index is None:
-            tables = self._dense(parts)
-        elif isinstance(index, BlockBitmap):
+        if isinstance(index, BlockBitmap):
             tables = self._of_bitmap(index, parts, np.unique(every[:, 4]))
         else:
-            tables = self._of_lines(index, parts)
+            tables = {part: self._of_lines(index, part) for part in parts}
         return {name: self._by_step(name, of, ranks, tables) for name, of in steps.items()}
-
-    @cached_property
-    def closed(self) -> bool:
-        """Whether `CausalRows` count all pairs without a table [groups, groups]."""
-        return all(kind.chunks is not None for kind in self._kinds)
-
-    @cached_property
-    def _key_sets(self) -> list[tuple[int, ...]]:
-        """The groups whose keys the steps of a large gather compute; none if tables are small."""
-        if self.groups <= MOST_PLAYED or not (self.schedule.gathers and self.closed):
-            return []
-        spmd = SpmdSchedule.of(self.schedule)
-        steps = (*spmd.forward, *spmd.backward)
-        return list(dict.fromkeys(step.keys for step in steps if step.keys is not None))
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
         """Return a table by pass, int64 [rows, 6], with rows for steps that compute attention.
 
         Columns are rank, step, i, n (the i-th of n parts of the heads), query group, and key group:
-        -1 for all keys. A step that computes several key groups has several rows per rank, or the
-        number of its set in `_key_sets`.
+        -1 for all keys. A step that computes several key groups has several rows per rank.
         """
         spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -206,10 +200,9 @@ class WorkCounter:
                 if step.queries is None or step.keys is None:
                     continue
                 queries = spmd.grid.groups_of(step.queries)
-                sets = self._key_sets
-                for group in (sets.index(step.keys),) if sets else step.keys:
-                    numbered = bool(sets) or step.keys == EVERYTHING
-                    keys = np.array(group) if numbered else spmd.grid.groups_of(group)
+                for group in step.keys:
+                    whole = step.keys == EVERYTHING
+                    keys = np.array(-1) if whole else spmd.grid.groups_of(group)
                     columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
                     rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
@@ -261,42 +254,41 @@ class WorkCounter:
                 same.rows.append(row)
         return kinds
 
-    def _empty(self) -> _Table:
-        return _Table(*np.zeros((4, self.groups, len(self._key_sets) or self.groups), np.int64))
+    @cached_property
+    def closed(self) -> bool:
+        """Whether all masks are one document in equal chunks (`CausalRows`)."""
+        return all(kind.chunks is not None for kind in self._kinds)
 
-    def _dense(self, parts: Iterable[Part]) -> dict[Part, _Table]:
-        tables = {}
-        for part in parts:
-            table = tables[part] = self._empty()
-            for kind in self._kinds:
-                heads = len(kind.rows) * self.heads // part[1]
-                pairs, blocks = kind.dense
-                table.pairs += heads * pairs
-                table.blocks += heads * blocks
-        return tables
+    @cached_property
+    def sums_only(self) -> bool:
+        """Whether tables have one column, the sum over all key groups: in large gathers."""
+        gathers = self.schedule.gathers and self.schedule.stages == 1
+        return gathers and self.closed and self.groups > MOST_PLAYED
 
-    def _of_lines(self, index: Index, parts: Iterable[Part]) -> dict[Part, _Table]:
+    def lines(self, index: Index | None, kind: _Kind, part: Part) -> tuple[IntArray, IntArray]:
+        """Return the slashes and the columns of a part of the heads, [rows, blocks or width]."""
+        if index is None:
+            length = len(self.owner) if self.block_owner is None else self.blocks
+            number = len(kind.rows) * self.heads // part[1]
+            return np.full((1, length), number), np.empty((1, 0), np.int32)
         assert isinstance(index, VerticalSlash)
-        slashes, positions = index.slashes.cpu().numpy(), index.columns.cpu().numpy()
-        tables = {}
-        for i, n in parts:
-            heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
-            table = tables[i, n] = self._empty()
-            for kind in self._kinds:
-                on = slashes[kind.rows, heads].reshape(-1, self.blocks)
-                of_columns = positions[kind.rows, heads].reshape(len(on), -1)
-                pairs, blocks = kind.between(on.sum(0, dtype=np.int64))
-                table.pairs += pairs
-                table.blocks += blocks
-                if self._key_sets == [EVERYTHING] and kind.chunks is not None:
-                    columns, column_pairs = column_sums(kind.chunks, on, of_columns)
-                    column_pairs = column_pairs[:, None]
-                else:
-                    columns, counted = kind.columns.count(on, of_columns)
-                    column_pairs = kind.of_sets(counted)
+        i, n = part
+        heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
+        on, columns = (t.cpu().numpy()[kind.rows, heads] for t in (index.slashes, index.columns))
+        return on.reshape(-1, self.blocks), columns.reshape(-1, columns.shape[-1])
+
+    def _of_lines(self, index: Index | None, part: Part) -> _Table:
+        table = _Table.empty(self.groups, 1 if self.sums_only else self.groups)
+        for kind in self._kinds:
+            on, positions = self.lines(index, kind, part)
+            pairs, blocks = kind.between(on.sum(0, dtype=np.int64))
+            table.pairs += pairs
+            table.blocks += blocks
+            if positions.size:
+                columns, column_pairs = kind.column_pairs(on, positions)
                 table.column_pairs += column_pairs
                 table.columns += columns
-        return tables
+        return table
 
     def _of_bitmap(
         self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray
@@ -313,7 +305,7 @@ class WorkCounter:
         bits = index.bits.cpu().numpy().view(np.uint8)
         # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]
-        tables = {part: self._empty() for part in parts}
+        tables = {part: _Table.empty(self.groups, self.groups) for part in parts}
         at_once = max(1, AT_ONCE // self.blocks)
         for begin in range(0, len(needed), at_once):
             rows, held = needed[begin : begin + at_once], slots[begin : begin + at_once]
@@ -381,6 +373,10 @@ class _Table:
     hidden: IntArray
     columns: int = 0
 
+    @staticmethod
+    def empty(groups: int, keys: int) -> _Table:
+        return _Table(*np.zeros((4, groups, keys), np.int64))
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -390,34 +386,40 @@ class _Kind:
 
     @cached_property
     def chunks(self) -> Chunks | None:
-        """The chunks of a document that fills the sequence; None for other masks and layouts."""
-        chunk, owner, mask = self.counter.chunk, self.counter.owner, self.mask
-        if not chunk or not mask.is_causal_interval or mask.low[:, : mask.length].any():
+        """The chunks of a mask that is one causal document; None for other masks."""
+        counter, mask = self.counter, self.mask
+        block = 1 if counter.block_owner is None else counter.block
+        one = mask.is_causal_interval and not mask.low[:, : mask.length].any()
+        if not one or counter.chunk % block:
             return None
-        block = 1 if self.counter.block_owner is None else self.counter.block
-        return Chunks.of(mask.length, block, chunk, owner[::chunk])
+        return Chunks.of(mask.length, block, counter.owner, counter.chunk)
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pairs and the blocks of the chosen diagonals, as in `_Table`."""
-        counter, sets = self.counter, self.counter._key_sets
-        if self.chunks is None:
-            return self.diagonals.between(chosen)
-        counts = [CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True)]
-        if sets == [EVERYTHING]:
-            pairs, blocks = (rows.sums()[:, None] for rows in counts)
-        else:
-            groups = range(counter.groups)
-            pairs, blocks = (self.of_sets(map(rows.row, groups)) for rows in counts)
-        return pairs, blocks * (counter.block_owner is not None)
+        """Return the pairs and the blocks of the chosen diagonals, as in `_Table`.
 
-    def of_sets(self, rows: Iterable[IntArray]) -> IntArray:
-        """Stack the rows of a table, summed over the key sets of a large gather."""
-        sets, grid = self.counter._key_sets, RankGrid.of(self.counter.schedule)
-        if not sets:
-            return np.stack(list(rows))
-        places = [np.divmod(keys, grid.size) for keys in sets]
-        seen = (grid.seen_from(group, row) for group, row in enumerate(rows))
-        return np.array([[of[-node, -local].sum() for node, local in places] for of in seen])
+        A mask that is no interval up to the query has only equally chosen diagonals.
+        """
+        counter, owned = self.counter, self.counter.block_owner is not None
+        if self.chunks is None:
+            if owned and self.mask.is_causal_interval:
+                return self.diagonals.between(chosen)
+            pairs, blocks = self.dense
+            return chosen[0] * pairs, chosen[0] * blocks
+        both = (CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True))
+        pairs, blocks = (
+            rows.sums()[:, None]
+            if counter.sums_only
+            else np.stack([rows.row(group) for group in range(counter.groups)])
+            for rows in both
+        )
+        return pairs, blocks * owned
+
+    def column_pairs(self, on: IntArray, positions: IntArray) -> tuple[int, IntArray]:
+        """Return the number of columns, and their pairs on no slash, as in `_Table`."""
+        if self.counter.sums_only and self.chunks is not None:
+            number, pairs = column_sums(self.chunks, on, positions)
+            return number, pairs[:, None]
+        return self.columns.count(on, positions)
 
     @cached_property
     def diagonals(self) -> _Diagonals:
@@ -435,9 +437,6 @@ class _Kind:
     def dense(self) -> tuple[IntArray, IntArray]:
         """Return the pairs and the blocks of one head, [groups, groups] each."""
         counter, mask = self.counter, self.mask
-        owned = counter.block_owner is not None
-        if self.chunks is not None or (owned and mask.is_causal_interval):
-            return self.between(np.ones(counter.blocks if owned else len(counter.owner), np.int64))
         pairs = np.zeros((counter.groups, counter.groups), np.int64)
         of_query = counter.owner[: mask.length]
         low, high = mask.low[:, : mask.length], mask.high[:, : mask.length]
