@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
 
@@ -64,7 +63,7 @@ class CausalRows:
         self.at_end = whole * area(away, rows) + last * area(away + rows, 1)
         self.at_end[0] += chosen[0] * (rows * (diagonal - whole) + corner - last)
         # As in a striped layout: groups get the chunks in turn.
-        self.dealt = bool((np.diff(self.held, axis=0) == self.held.shape[1]).all())
+        self.dealt = np.array_equal(self.held.ravel(), np.arange(self.held.size))
         self._dealt: dict[int, IntArray] = {}
 
     def row(self, group: int) -> IntArray:
@@ -98,21 +97,3 @@ class CausalRows:
         of_chunk[self.end :] = 0
         of_chunk[self.end : self.end + 1] = self.at_end[: self.end + 1].sum()
         return of_chunk[self.held].sum(0)
-
-
-def column_sums(
-    chunks: Chunks, slashes: NDArray[np.bool_], columns: NDArray[np.int32]
-) -> tuple[int, IntArray]:
-    """Return what `ColumnCounter.count` returns, but with the sum over key groups, [groups]."""
-    (rows, blocks), block = slashes.shape, chunks.block
-    row, at = np.nonzero(columns < chunks.length)
-    x, off = columns[row, at].astype(np.int64), ~slashes
-    own = x // block
-    # All queries of a later block see a column, unless a slash covers it.
-    held = np.bincount(row * blocks + own, minlength=rows * blocks).reshape(rows, blocks)
-    later = off & (np.arange(blocks) > 0)
-    products = np.fft.rfft(held, 2 * blocks) * np.fft.rfft(later, 2 * blocks)
-    seen = np.rint(np.fft.irfft(products.sum(0), 2 * blocks)[:blocks]).astype(np.int64)
-    pairs = seen * np.clip(chunks.length - np.arange(blocks) * block, 0, block)
-    np.add.at(pairs, own, off[row, 0] * (np.minimum((own + 1) * block, chunks.length) - x))
-    return len(x), pairs.reshape(-1, chunks.size).sum(1)[chunks.held].sum(0)

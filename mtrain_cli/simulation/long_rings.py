@@ -21,7 +21,7 @@ from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance
 from mtrain_cli.simulation import work_counts
 from mtrain_cli.simulation.calibration import FloatArray
-from mtrain_cli.simulation.causal_work import CausalRows, column_sums
+from mtrain_cli.simulation.causal_work import CausalRows
 from mtrain_cli.simulation.spmd_schedule import RankGrid, SpmdSchedule
 from mtrain_cli.simulation.timeline import PassTimes
 from mtrain_cli.simulation.what_if import ReplayCase
@@ -76,8 +76,8 @@ class RingWork:
                 on, positions = counter.lines(index, kind, (part, heads))
                 rows.append(CausalRows(kind.chunks, on.sum(0, dtype=np.int64)))
                 if positions.size:
-                    more, counted = column_sums(kind.chunks, on, positions)
-                    number, pairs = number + more, pairs + counted
+                    more, counted = kind.column_pairs(on, positions)
+                    number, pairs = number + more, pairs + counted[:, 0]
             for group in range(counter.groups):
                 row = sum((of_kind.row(group) for of_kind in rows[1:]), start=rows[0].row(group))
                 seen = grid.seen_from(group, row)
