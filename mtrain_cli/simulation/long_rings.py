@@ -68,36 +68,37 @@ class RingWork:
     def of(counter: WorkCounter, index: Index | None) -> RingWork:
         grid, heads = RankGrid.of(counter.schedule), counter.schedule.heads
         most, sums = np.zeros((2, grid.nodes, grid.size), np.int64)
-        totals, largest, of_columns, columns = [], [], [], 0
+        totals, largest, of_columns = np.zeros((3, heads, counter.groups), np.int64)
+        columns = 0
         for part in range(heads):
-            rows, pairs, number = [], np.zeros(counter.groups, np.int64), 0
+            rows, number = [], 0
             for kind in counter._kinds:
                 assert kind.chunks is not None
                 on, positions = counter.lines(index, kind, (part, heads))
                 rows.append(CausalRows(kind.chunks, on.sum(0, dtype=np.int64)))
                 if positions.size:
-                    more, counted = kind.column_pairs(on, positions)
-                    number, pairs = number + more, pairs + counted[:, 0]
+                    more, pairs = kind.column_pairs(on, positions)
+                    number, of_columns[part] = number + more, of_columns[part] + pairs[:, 0]
+            columns = max(columns, number)
             for group in range(counter.groups):
                 row = sum((of_kind.row(group) for of_kind in rows[1:]), start=rows[0].row(group))
                 seen = grid.seen_from(group, row)
                 np.maximum(most, seen, out=most)
                 sums += seen
-                totals.append(row.sum())
-                largest.append(row.max())
-            of_columns.append(pairs)
-            columns = max(columns, number)
-        of_all = np.concatenate(of_columns)
-        steps, totals, pairs = np.count_nonzero(most), np.array(totals), totals + of_all
-        by_step, means = np.append(most, of_all.max()), np.append(sums, of_all.sum()) / len(pairs)
-        live = by_step > 0
-        balance = Imbalance(
-            float((by_step[live] / means[live]).mean()),
-            float((np.array(largest) * steps / np.maximum(totals, 1)).mean()),
-            float(pairs.max() / pairs.mean()),
-            float(by_step.sum() / means.sum()),
+                totals[part, group], largest[part, group] = row.sum(), row.max()
+        steps, every = np.count_nonzero(most), totals + of_columns
+        by_step, means = (
+            np.append(of, more) for of, more in ((most, of_columns.max()), (sums, of_columns.sum()))
         )
-        return RingWork(most, columns, int(of_all.max()), pairs, balance)
+        means, live = means / totals.size, by_step > 0
+        balance = (
+            (by_step[live] / means[live]).mean(),
+            (largest * steps / np.maximum(totals, 1)).mean(),
+            every.max() / every.mean(),
+            by_step.sum() / means.sum(),
+        )
+        of_all = columns, int(of_columns.max()), every.ravel()
+        return RingWork(most, *of_all, Imbalance(*map(float, balance)))
 
     def spread(self, schedule: Schedule) -> dict[str, StepWork]:
         """Return the work of a shorter ring, the same on all its ranks.
@@ -115,7 +116,7 @@ class RingWork:
         below = np.stack([np.interp(ends, places, column) for column in sums.T], 1)
         means = np.diff(below, axis=0) * parts / len(others)
         every = np.stack([first, *np.rint(means).astype(np.int64)])
-        columns = [np.full(grid.workers, n) for n in (self.columns, self.column_pairs)]
+        columns, of_columns = np.tile([[self.columns], [self.column_pairs]], grid.workers)
         for direction in (FORWARD, BACKWARD):
             pairs = np.zeros((grid.workers, len(spmd.steps(direction))), np.int64)
             for at, step in enumerate(spmd.steps(direction)):
@@ -123,7 +124,8 @@ class RingWork:
                     phase, place = divmod(max(step.queries, *step.keys), every.shape[1])
                     pairs[:, at] = every[-phase, -place]
             none = np.zeros_like(pairs)
-            found[direction] = StepWork(direction, pairs, none, *columns, none, none, self)
+            of_ring = columns, of_columns, none, none, self
+            found[direction] = StepWork(direction, pairs, none, *of_ring)
         return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,7 +264,9 @@ class WorkCounter:
         gathers = self.schedule.gathers and self.schedule.stages == 1
         return gathers and self.closed and self.groups > MOST_PLAYED
 
-    def lines(self, index: Index | None, kind: _Kind, part: Part) -> tuple[IntArray, IntArray]:
+    def lines(
+        self, index: Index | None, kind: _Kind, part: Part
+    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Return the slashes and the columns of a part of the heads, [rows, blocks or width]."""
         if index is None:
             length = len(self.owner) if self.block_owner is None else self.blocks
@@ -400,28 +402,28 @@ class _Kind:
 
         A mask that is no interval up to the query has only equally chosen diagonals.
         """
-        counter, owner = self.counter, self.counter.block_owner
-        if self.chunks is None and (owner is None or not self.mask.is_causal_interval):
+        counter, owner, chunks = self.counter, self.counter.block_owner, self.chunks
+        if chunks is not None:
+            both = [CausalRows(chunks, chosen, touched=touched) for touched in (False, True)]
+            if counter.sums_only:
+                pairs, blocks = (rows.sums()[:, None] for rows in both)
+            else:
+                pairs, blocks = (
+                    np.stack(list(map(rows.row, range(counter.groups)))) for rows in both
+                )
+            return pairs, blocks * (owner is not None)
+        if owner is None or not self.mask.is_causal_interval:
             return chosen[0] * self.dense[0], chosen[0] * self.dense[1]
-        if self.chunks is None and owner is not None:
-            by_key = np.zeros((2, counter.groups, counter.blocks), np.int64)
-            for number, allowed in enumerate(self.block_pairs):
-                keys = slice(number + 1 - len(allowed), number + 1)
-                heads = chosen[: len(allowed)][::-1]
-                by_key[0, owner[number], keys] += heads * allowed
-                by_key[1, owner[number], keys] += heads * (allowed > 0)
-            pairs, blocks = (_summed(table.T, owner).T for table in by_key)
-            return pairs, blocks
-        both = (CausalRows(self.chunks, chosen, touched=touched) for touched in (False, True))
-        pairs, blocks = (
-            rows.sums()[:, None]
-            if counter.sums_only
-            else np.stack([rows.row(group) for group in range(counter.groups)])
-            for rows in both
-        )
-        return pairs, blocks * (owner is not None)
+        by_key = np.zeros((2, counter.groups, counter.blocks), np.int64)
+        for number, allowed in enumerate(self.block_pairs):
+            keys = slice(number + 1 - len(allowed), number + 1)
+            heads = chosen[: len(allowed)][::-1]
+            by_key[0, owner[number], keys] += heads * allowed
+            by_key[1, owner[number], keys] += heads * (allowed > 0)
+        pairs, blocks = (_summed(table.T, owner).T for table in by_key)
+        return pairs, blocks
 
-    def column_pairs(self, on: IntArray, positions: IntArray) -> tuple[int, IntArray]:
+    def column_pairs(self, on: NDArray[Any], positions: NDArray[np.int32]) -> tuple[int, IntArray]:
         """Return the number of columns, and their pairs on no slash, as in `_Table`."""
         owner = self.counter.block_owner
         assert owner is not None
@@ -488,7 +490,7 @@ def column_pairs(
     block: int,
     owner: IntArray,
     key_owner: IntArray,
-    slashes: NDArray[np.bool_],
+    slashes: NDArray[Any],
     columns: NDArray[np.int32],
 ) -> tuple[int, IntArray]:
     """Count single columns without padding, and their pairs on no slash, [groups, key groups].

@@ -377,13 +377,14 @@ def _mask_tables(mask: MaskSettings, layout: Layout, heads: int, keys: int, sequ
     """Return the bytes of the tables of one mask, for ``keys`` keys of a sequence."""
     queries = Placement(layout, heads).inside.positions(0)
     if mask.kind == CAUSAL.kind:  # without arrays as long as the sequence
-        bounds = (np.where(queries < layout.seq, seen, 0)[None] for seen in (0, queries + 1))
+        low, high = np.zeros((2, 1, len(queries)), np.int64)
+        high[0] = np.where(queries < layout.seq, queries + 1, 0)
     else:
         rule = MaskRule(document_mask=False, mask=mask)
-        bounds = rule.undivided(layout.seq, layout.padded_seq).bounds(queries)
+        low, high = rule.undivided(layout.seq, layout.padded_seq).bounds(queries)
     # Workers hold whole blocks, so that the number of partial blocks depends little on the layout
     # of the keys.
-    partial = most_partial_blocks(KeySpans(*bounds, layout.padded_seq))
+    partial = most_partial_blocks(KeySpans(low, high, layout.padded_seq))
     lists = mask_list_bytes(sequences, len(queries), keys, BLOCK)
     return lists + word_bytes(sequences, len(queries), keys, sequences * partial)
 
