@@ -81,22 +81,17 @@ def shorter_rings(
 
     least: number of shards in the shortest ring. unit: number of workers that divides both.
     """
-    traits = EXCHANGE_TRAITS[exchange]
-    together = options.heads
-    if traits.hierarchical:
-        together = max(together, options.per_node)
-    unit = lcm(unit, together)
-    workers = -(-max(4 * together, max(least, 4 * options.prefetch) * options.heads) // unit) * unit
-    if traits.gathers or options.workers <= 2 * workers:
+    traits, heads = EXCHANGE_TRAITS[exchange], options.heads
+    unit = lcm(unit, max(options.per_node, heads) if traits.hierarchical else heads)
+    fewest = max(4 * unit, max(least, 4 * options.prefetch) * heads)
+    fewest = -(-fewest // unit) * unit
+    if traits.gathers or options.workers <= 2 * fewest:
         return ((Fraction(1), options),)
-    times = Fraction(options.workers - workers, workers)
-    return tuple(
-        (
-            weight,
-            replace(options, workers=n, per_node=options.per_node if traits.hierarchical else n),
-        )
-        for weight, n in ((1 - times, workers), (times, 2 * workers))
-    )
+    times, found = Fraction(options.workers - fewest, fewest), []
+    for weight, workers in ((1 - times, fewest), (times, 2 * fewest)):
+        per_node = options.per_node if traits.hierarchical else workers
+        found.append((weight, replace(options, workers=workers, per_node=per_node)))
+    return tuple(found)
 
 
 Link = tuple[str, int, int]  # channel, rank to send to, rank to receive from
