@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from mtrain_cli.config.plugins import Plugins
 
+# The messages that overlap with computation in a prediction; ``keys``: all but gradients.
+OVERLAPS = ("none", "keys", "all")
+
 
 @dataclass(frozen=True)
 class ExchangeTraits:

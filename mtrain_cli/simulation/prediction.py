@@ -334,6 +334,7 @@ def predict(
     bounds: bool = True,
     choice: ExchangeChoice | None = None,
     prices: RowPrices | None = None,
+    overlap: str = "all",
 ) -> Prediction:
     """Predict the attention of one configuration.
 
@@ -344,6 +345,7 @@ def predict(
         bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: of rows, for a balanced layout; None for those on ``cluster``.
+        overlap: see `timeline.play`.
 
     Raises:
         ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
@@ -365,7 +367,8 @@ def predict(
             own_kernel = name if own.sparse or first is None else dense
             if not players:
                 fits = rows and _rows_of(case, recompute) * len(problem.layers) <= MOST_ROWS
-            of_case = partial(_CasePlayer, cluster, own, own_kernel, calibration, slow, recompute)
+            details = own_kernel, calibration, slow, recompute, overlap
+            of_case = partial(_CasePlayer, cluster, own, *details)
             long = not (slow or fits) and is_long(case.counter, own.first_index)
             per_node = cluster.gpus_per_node
             players.append(_LongPlayer(case, of_case, per_node) if long else of_case(case))
@@ -429,9 +432,11 @@ class _CasePlayer:
         calibration: Calibration | None,
         slow: Mapping[int, float],
         recompute: Recompute,
+        overlap: str,
         case: ReplayCase,
     ) -> None:
         self.problem, self.case, self.slow, self.recompute = problem, case, slow, recompute
+        self.overlap = overlap
         self.spmd = spmd = SpmdSchedule.of(case.schedule)
         # If the workers only share heads, each computes whole sequences, whatever the layout.
         lists = case.setup.layout == "striped" and case.schedule.heads != case.setup.workers
@@ -490,7 +495,8 @@ class _CasePlayer:
             if direction == RECOMPUTE:
                 program = program.recomputed(self.recompute)
             keep = rows and bound == VALUE
-            times[direction][bound] = play(program, self.spmd, prices, slow=self.slow, rows=keep)
+            details = {"slow": self.slow, "rows": keep, "overlap": self.overlap}
+            times[direction][bound] = play(program, self.spmd, prices, **details)
         return _PlayedLayer(layer, work, sizes.column_width, times)
 
 

@@ -236,7 +236,10 @@ def _blocks(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training run to predict. words: settings as the user typed them."""
+    """A training run to predict.
+
+    words: settings as the user typed them. overlap: see `timeline.play`.
+    """
 
     config: Config
     problem: AttentionWorkload
@@ -244,6 +247,7 @@ class Scenario:
     slow: Mapping[int, float] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
+    overlap: str = "all"
 
     def sets(self, key: str) -> bool:
         return any(word.startswith(f"{key}=") for word in self.words)
@@ -383,6 +387,7 @@ def _predict_slowest(
                 setup,
                 slow=slow,
                 calibration=scenario.calibration,
+                overlap=scenario.overlap,
                 **details,
             )
             for place in range(places)
