@@ -36,16 +36,7 @@ COPY conf conf
 COPY kernels kernels
 COPY profiles profiles
 COPY mtrain_cli mtrain_cli
-COPY mtrain_studies mtrain_studies
-COPY mtrain_lm_eval mtrain_lm_eval
-COPY mtrain_trackers mtrain_trackers
-COPY mtrain_live mtrain_live
-COPY mtrain_start mtrain_start
-COPY mtrain_lora mtrain_lora
-COPY mtrain_mds mtrain_mds
-COPY mtrain_chat mtrain_chat
-COPY mtrain_places mtrain_places
-COPY mtrain_ruler mtrain_ruler
+COPY mtrain_extras mtrain_extras
 COPY docs docs
 COPY examples examples
 COPY tests tests

@@ -24,7 +24,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
-from mtrain_cli.reporting.mask_page import density
+from mtrain_extras.masks.page import density
 
 WIDTH = 480
 WORKERS = 4

@@ -1,10 +1,10 @@
 """Write the tables of the experiment, and all figures: `python docs/study_tables.py [FOLDER]`.
 
 The tables of studies.md and sparse-attention.md come from profiles/learning: tier-a.json,
-tier-b.json and the samples of tier-a-again.tar.xz. A table stands between `<!-- begin NAME -->` and
-`<!-- end NAME -->`. With a FOLDER of a study, its results are written first, as `mtrain report
-FOLDER --json` prints them. For tier a, they are those of the second run, and tier-a.json pools both
-runs.
+tier-b.json, tier-b-again.json and the samples of tier-a-again.tar.xz. A table stands between
+`<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a study, its results are written
+first, as `mtrain report FOLDER --json` prints them. For tier a, they are those of the second run,
+and tier-a.json pools both runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ PAGE, METHOD = ROOT / "docs/studies.md", ROOT / "docs/sparse-attention.md"
 RESULTS = ROOT / "profiles/learning"
 LOSS, KEYS, NEEDLES = "long_loss", "key_loss", "needles"
 PLACES = {"inside": "probed rows", "tail": "tail", "elsewhere": "elsewhere"}
+MEASURES = {LOSS: "loss", KEYS: "key tokens", NEEDLES: "needles"} | PLACES
 SPARSE = "vertical_slash-0.6"
 WITH_DENSE_LAYERS = f"{SPARSE}-dense-layers"
 # Cells of the tables about the two uses of a trained model, with words for them.
@@ -144,6 +145,20 @@ def prices(data: dict[str, Any]) -> str:
         rows.append(cells)
     heads = ("trained with", "density", "s / step", "dense / it", "loss", "needles")
     return table((*heads, "loss, dense", "needles, dense"), rows)
+
+
+def measures(data: dict[str, Any]) -> str:
+    """Return each measure of each model, used with its own attention or with dense."""
+    rows = [
+        (
+            name(row, data), "own" if row["attention"] != "dense" else "dense",
+            f"{100 * row['density']:.1f} %", f"{row['step_seconds']:.3f}",
+            *(number(row["mean"][each]["mean"], each) for each in MEASURES),
+        )
+        for row in data["compared"]
+    ]  # fmt: skip
+    heads = ("trained with", "used with", "density", "s / step")
+    return table((*heads, *MEASURES.values()), rows)
 
 
 def differences(data: dict[str, Any]) -> str:
@@ -267,7 +282,8 @@ def fill(page: Path) -> str:
     if page == METHOD:
         return _filled(text, read("a"), TABLES_OF_METHOD)
     text = _filled(text, read("a"), TABLES)
-    return _filled(text, read("b"), {f"{name} of b": TABLES[name] for name in TABLES_OF_B})
+    text = _filled(text, read("b"), {f"{name} of b": TABLES[name] for name in TABLES_OF_B})
+    return _filled(text, read("b-again"), {"measures of b": measures})
 
 
 def _filled(
@@ -290,9 +306,9 @@ def _write(name: str, found: dict[str, Any]) -> None:
 
 def main(words: Sequence[str]) -> None:
     if words:
-        from mtrain_studies.cells import Study
-        from mtrain_studies.learning_tables import document
-        from mtrain_studies.outcomes import summarize
+        from mtrain_extras.studies.cells import Study
+        from mtrain_extras.studies.learning_tables import document
+        from mtrain_extras.studies.outcomes import summarize
 
         if (study := Study.open(Path(words[0]))) is None:
             raise SystemExit(f"{words[0]}: is no folder of a study")

@@ -268,7 +268,7 @@ class Model:
         from mtrain_cli.evaluation.runner import find
 
         if (lm_eval := find("lm-eval")) is None:
-            raise ConfigError("lm_eval: this installation lacks mtrain_lm_eval; reinstall mtrain")
+            raise ConfigError("lm_eval: this installation lacks mtrain_extras; reinstall mtrain")
         beyond = checked(bool, beyond=beyond)
         model: LM = lm_eval.adapter(self._engine, self._codec, self.source, beyond)
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):

@@ -45,7 +45,7 @@ from mtrain_cli.model.expert_products import (
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.routing import RouterOptions, Routing
 from mtrain_cli.model.tiling import LayerExecution
-from mtrain_cli.profiling.timing import median_ms
+from mtrain_extras.bench.timing import median_ms
 
 TINY = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2",

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtrain_studies.outcomes import FAILED, HELD, UNKNOWN, Compared, judged
-from mtrain_studies.t_interval import CONFIDENCE, Interval, t_quantile
-from mtrain_studies.tiers import TIERS, Variant
+from mtrain_extras.studies.outcomes import FAILED, HELD, UNKNOWN, Compared, judged
+from mtrain_extras.studies.t_interval import CONFIDENCE, Interval, t_quantile
+from mtrain_extras.studies.tiers import TIERS, Variant
 
 Document = dict[str, Any]
 

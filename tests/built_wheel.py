@@ -9,19 +9,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
-PACKAGES = (
-    "mtrain_cli",
-    "mtrain_studies",
-    "mtrain_lm_eval",
-    "mtrain_ruler",
-    "mtrain_trackers",
-    "mtrain_lora",
-    "mtrain_mds",
-    "mtrain_chat",
-    "mtrain_live",
-    "mtrain_start",
-    "mtrain_places",
-)
+PACKAGES = ("mtrain_cli", "mtrain_extras")
 
 
 def copy_sources(folder: Path) -> Path:

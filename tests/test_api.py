@@ -168,7 +168,7 @@ def test_an_older_checkpoint_is_used_with_a_warning(tmp_path):
 
 
 def test_lm_eval_needs_its_package(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mtrain_lm_eval.model", None)
+    monkeypatch.setitem(sys.modules, "mtrain_extras.lm_eval.model", None)
     with pytest.raises(api.ConfigError, match=r"lm_eval: needs the package lm-eval: pip install"):
         load(folder / "run").lm_eval()
 

@@ -13,7 +13,7 @@ from mtrain_cli.config.pattern_settings import OWN
 ROOT = Path(__file__).parents[1]
 # A new line says that a study needs more of mtrain. Prefer what the list has.
 IMPORTED = {
-    "mtrain_lm_eval": """
+    "mtrain_extras/lm_eval": """
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
         evaluation.cost evaluation.request evaluation.results
@@ -21,12 +21,12 @@ IMPORTED = {
         inference.sampling inference.scorer inference.text inference.worker launch.environment
         parallel.collectives reporting.evaluations reporting.table
     """,
-    "mtrain_live": """
+    "mtrain_extras/live": """
         commands.status commands.train config.documents config.schema launch launch.run_dir
         launch.run_status printable reporting reporting.html reporting.report_source
         reporting.sections
     """,
-    "mtrain_ruler": """
+    "mtrain_extras/ruler": """
         commands.completion commands.evaluate commands.options config config.documents config.schema
         config.sizes config.suggest console data.checked_files data.corpora data.needles
         data.tokenizers evaluation.measurement evaluation.request evaluation.results
@@ -34,33 +34,54 @@ IMPORTED = {
         inference.sampling inference.scorer inference.text launch.environment reporting.evaluations
         reporting.table
     """,
-    "mtrain_chat": """
+    "mtrain_extras/chat": """
         config.data_kinds config.schema config.sizes data.checked_files data.corpora
         data.text_files data.token_documents data.tokenizers
     """,
-    "mtrain_places": """
+    "mtrain_extras/places": """
         config config.problem config.schema launch launch.job launch.manifest launch.run_dir
         launch.temporary_folders model.huggingface_config printable records.metrics reporting
         reporting.html training.callback training.checkpointer training.evaluation
         training.trainer
     """,
-    "mtrain_mds": """
+    "mtrain_extras/mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files
         data.corpora data.store data.text_files data.token_cache data.tokenizers
     """,
-    "mtrain_start": """
+    "mtrain_extras/start": """
         commands.options composition.compose config config.schema config.suggest printable
     """,
-    "mtrain_trackers": """
+    "mtrain_extras/trackers": """
         config config.schema evaluation.results launch.run_dir records.metrics reporting
         training.callback training.evaluation training.trainer
     """,
-    "mtrain_lora": "config.keys config.schema",
-    "mtrain_studies/attention": """
-        attention.mask attention.partials commands.options config
-        config.documents config.schema config.sizes console evaluation.cost
-        model.rope profiling.pattern_quality reporting reporting.plots
-        reporting.terminal sparsity.pattern sparsity.recall
+    "mtrain_extras/masks": """
+        attention.mask attention.mask_rule commands.options commands.profile composition.compose
+        config.parallel_checks config.schema config.sizes console data.dataset data.labels
+        data.open_dataset parallel.cast_rows parallel.dispatch parallel.layout parallel.traffic
+        reporting reporting.table reporting.terminal training.batch training.flops
+        training.layout_choice
+    """,
+    "mtrain_extras/bench": """
+        attention.index attention.kernel attention.kernel_registry attention.mask
+        attention.mask_rule attention.mask_tables attention.named_masks attention.tiles
+        commands.completion commands.options commands.profile commands.train composition.compose
+        config.documents config.mask_settings config.schema config.sizes console launch
+        launch.environment launch.failures launch.local launch.temporary_folders model.decoder
+        model.parallelize model.rope parallel parallel.collectives parallel.context_attention
+        parallel.mesh parallel.recording printable profiling.diagnosis profiling.measurement
+        profiling.record_collector records records.expert_loads records.metrics
+        records.step_breakdown reporting.step_tables reporting.table reporting.terminal simulation
+        simulation.calibration simulation.calibration_files simulation.non_attention_cost
+        simulation.work_counts sparsity.fixed sparsity.pattern training.dry_run training.flops
+        training.hardware training.out_of_memory training.resolution training.run_plan
+        training.trainer
+    """,
+    "mtrain_extras/lora": "config.keys config.schema",
+    "mtrain_extras/studies/attention": """
+        attention.mask attention.partials commands.options config config.documents config.schema
+        config.sizes console evaluation.cost model.rope profiling.pattern_quality reporting
+        reporting.plots sparsity.pattern sparsity.recall
     """,
 }
 

@@ -40,7 +40,7 @@ for group, options in open_groups().options.items():
         compose([f"{group}={option}", *more], plan=True)
 print("composed", compose(["model=qwen3b"]).model.name)
 from mtrain_cli.commands.app import app
-from mtrain_studies.outcomes import predictions_file
+from mtrain_extras.studies.outcomes import predictions_file
 print("studies", predictions_file(), [group.name for group in app.registered_groups])
 """
 
@@ -107,7 +107,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     assert "mtrain_cli/py.typed" in names
     for name in ("plotly/plotly-cartesian.min.js.gz", "plotly/LICENSE", "page/page.html"):
         assert f"mtrain_cli/reporting/{name}" in names
-    assert "mtrain_studies/predictions.yaml" in names
+    assert "mtrain_extras/studies/predictions.yaml" in names
     assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()
@@ -117,7 +117,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     text = probe(site, tmp_path)
     assert all(f"{name} {site}/mtrain_cli/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
-    assert f"studies {site}/mtrain_studies/predictions.yaml" in text
+    assert f"studies {site}/mtrain_extras/studies/predictions.yaml" in text
     assert "'study'" in text
 
 
@@ -167,5 +167,5 @@ def test_an_editable_install_finds_the_resources_in_the_checkout(source, tmp_pat
     text = probe(site, tmp_path)
     assert all(f"{name} {source}/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
-    assert f"studies {source}/mtrain_studies/predictions.yaml" in text
+    assert f"studies {source}/mtrain_extras/studies/predictions.yaml" in text
     assert "'study'" in text

@@ -17,11 +17,13 @@ extern "C" __global__ void block_lists(
     int* __restrict__ full_count,
     int* __restrict__ full,                // [batch * heads, rows, full_width]
     int heads, int blocks, int block, int held, int queries, int keys,
-    int partial_width, int full_width, int bitmap, int transposed)
+    int partial_width, int full_width, int bitmap, int transposed,
+    int front)                             // key blocks before the first; their rows are not written
 {
     const int lane = threadIdx.x & 31;
     const int rows = transposed ? keys : queries;
     const int others = transposed ? queries : keys;
+    const int before = transposed ? front : 0, shift = transposed ? 0 : front;
     const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (row >= rows) return;
     const long long bh = blockIdx.y;
@@ -29,8 +31,9 @@ extern "C" __global__ void block_lists(
     const int* high = first_max + (bh / heads) * blocks;
     const unsigned char* mine = chosen + bh * blocks * (bitmap ? (long long)held : 1LL);
     const int own = transposed ? key_blocks[row] : query_blocks[row];
-    int* partial_row = partial + (bh * rows + row) * (long long)partial_width;
-    int* full_row = full + (bh * rows + row) * (long long)full_width;
+    const long long place = bh * (before + rows) + before + row;
+    int* partial_row = partial + place * partial_width;
+    int* full_row = full + place * full_width;
     int partials = 0, fulls = 0;
     for (int begin = 0; begin < others; begin += 32) {
         const int n = begin + lane;
@@ -52,13 +55,13 @@ extern "C" __global__ void block_lists(
         // past the row.
         if (fulls + __popc(is_full) > full_width) __trap();
         if (partials + __popc(is_partial) > partial_width) __trap();
-        if (touched && whole) full_row[fulls + __popc(is_full & below)] = n;
-        if (touched && !whole) partial_row[partials + __popc(is_partial & below)] = n;
+        if (touched && whole) full_row[fulls + __popc(is_full & below)] = n + shift;
+        if (touched && !whole) partial_row[partials + __popc(is_partial & below)] = n + shift;
         fulls += __popc(is_full);
         partials += __popc(is_partial);
     }
     if (lane == 0) {
-        full_count[bh * rows + row] = fulls;
-        partial_count[bh * rows + row] = partials;
+        full_count[place] = fulls;
+        partial_count[place] = partials;
     }
 }

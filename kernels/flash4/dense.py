@@ -23,7 +23,12 @@ import torch
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from mtrain_cli.kernels.flash4.words import in_key_words, in_query_words
+from mtrain_cli.kernels.flash4.words import (
+    INSTALLED,
+    in_columns_or_diagonal,
+    in_key_words,
+    in_query_words,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,6 +65,11 @@ def _in_some_span(intervals: int) -> Callable[..., Any]:
         return seen
 
     return in_some_span
+
+
+def takes_columns(device: torch.device) -> bool:
+    """Return whether columns in front of the keys are fast: a word of bits masks them."""
+    return INSTALLED and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cute.jit
@@ -110,6 +120,7 @@ def spans_forward(
     lists: dict[str, torch.Tensor],
     scale: float,
     words: Pair | None = None,
+    columns: Pair | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over the listed blocks, in which each query sees only its spans of keys.
 
@@ -120,6 +131,8 @@ def spans_forward(
         lists: key blocks of each query block, from `attention.block_lists`.
         words: the same mask as ``spans``, as ids and words of queries (`attention.block_lists`),
             which is faster.
+        columns: words and sizes of the packed columns in front of the keys
+            (`attention.column_blocks`), instead of spans.
     """
     blocks = _block_sparse(lists)
     out, lse, *_ = _flash_attn_fwd(
@@ -129,7 +142,7 @@ def spans_forward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         return_lse=True,
-        **_mask_arguments(spans, words, in_query_words),
+        **_mask_arguments(spans, words, in_query_words, columns),
     )
     return out, lse
 
@@ -146,6 +159,7 @@ def spans_backward(
     lists: dict[str, torch.Tensor],
     scale: float,
     words: Pair | None = None,
+    columns: Pair | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv of `spans_forward`.
 
@@ -166,7 +180,7 @@ def spans_backward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         dlse=minus_delta,
-        **_mask_arguments(spans, words, in_key_words),
+        **_mask_arguments(spans, words, in_key_words, columns),
     )
     return dq, dk, dv
 
@@ -198,9 +212,11 @@ def _out_and_dlse(
 
 
 def _mask_arguments(
-    spans: Pair | None, words: Pair | None, in_words: Callable[..., Any]
+    spans: Pair | None, words: Pair | None, in_words: Callable[..., Any], columns: Pair | None
 ) -> dict[str, Any]:
     """Return the mask function and its tensors: ``in_words`` if there are words."""
+    if columns is not None:
+        return {"mask_mod": in_columns_or_diagonal, "aux_tensors": list(columns)}
     if words is not None:
         return {"mask_mod": in_words, "aux_tensors": list(words)}
     if spans is None:

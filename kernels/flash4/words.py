@@ -2,7 +2,8 @@
 
 On Hopper, FlashAttention-4 calls a mask function for each element. `WordMask` instead reads a word
 for up to 32 elements of a thread, and applies its bits. Where FlashAttention-4 does not use this
-class, it calls `in_query_words` or `in_key_words` as any other mask function, with the same result.
+class, it calls `in_query_words`, `in_key_words` or `in_columns_or_diagonal` as any other mask
+function, with the same result.
 
 Checked with flash-attn-4 4.0.0b36 on sm_90.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from flash_attn.cute import flash_bwd_sm90, flash_fwd_sm90, utils
 from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.utils import AuxData
@@ -51,6 +52,35 @@ def in_key_words(batch, head, query, key, seqlen, aux):  # noqa: ARG001
     bit = ((q & 127) >> 3) * 2 + (q & 1)
     seen = utils.scalar_to_ssa((word >> bit) & 1, cutlass.Int32)
     return seen >= utils.scalar_to_ssa(1, cutlass.Int32)
+
+
+@cute.jit
+def in_columns_or_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001
+    """Return whether the query sees the key: a column in the front, or a key up to the query.
+
+    ``aux`` holds words of bits, int32 [batch * heads, query blocks, tiles * 4], and int32 (key
+    blocks in the front, heads). All queries of a block see the same columns.
+    """
+    q = query[0]
+    k = key[0]
+    block = k >> 7
+    tile = block % (cute.size(aux[0], mode=[2]) // 4)
+    word = aux[0][batch[0] * aux[1][1] + head[0], q >> 7, tile * 4 + ((k >> 1) & 3)]
+    bit = ((k & 127) >> 3) * 2 + (k & 1)
+    seen = (word >> bit) & 1
+    if block >= aux[1][0]:
+        seen = cutlass.Int32((q & 127) >= (k & 127))
+    return utils.scalar_to_ssa(seen, cutlass.Int32) >= utils.scalar_to_ssa(1, cutlass.Int32)
+
+
+@cute.jit
+def _bits_below(count: Int32, lane: Int32) -> Uint32:
+    """Return the bits of a thread's tokens among the first ``count`` of a block."""
+    one = Uint32(1)
+    groups = Uint32(2 * (count >> 3))
+    rest = cutlass.min(cutlass.max((count & 7) - 2 * lane, 0), 2)
+    last = utils.shl_u32(one, Uint32(rest)) - one
+    return (utils.shl_u32(one, groups) - one) | utils.shl_u32(last, groups)
 
 
 @cute.jit
@@ -108,6 +138,28 @@ class WordMask(AttentionMask):
             for c in cutlass.range_constexpr(cute.size(at.shape[1])):
                 word = Uint32(words[number, at[0, c][0], lane])
                 _apply_word(scores[None, c], utils.shr_u32(word, shift))
+        elif const_expr(mask_mod is in_columns_or_diagonal):
+            words = aux_data.tensors[0]
+            sizes = aux_data.tensors[1]
+            first = m_block * self.tile_m
+            row = batch_idx * sizes[1] + head_idx
+            tile = n_block % (cute.size(words, mode=[2]) // 4)
+            of_block = words[row, first // 128, None]
+            if const_expr(not self.swap_AB):
+                loaded = Uint32(of_block[tile * 4 + lane])
+                for r in cutlass.range_constexpr(cute.size(at.shape[0])):
+                    word = _bits_below((at[r, 0][0] + first) % 128 + 1, lane)
+                    _apply_word(scores[r, None], loaded if n_block < sizes[0] else word)
+            else:
+                shift = Uint32((first % 128) // 4)
+                for c in cutlass.range_constexpr(cute.size(at.shape[1])):
+                    key = at[0, c][0]
+                    bit = Uint32((key >> 3) * 2 + (key & 1))
+                    loaded = utils.shr_u32(Uint32(of_block[tile * 4 + ((key >> 1) & 3)]), bit)
+                    column = Uint32(0) - (loaded & Uint32(1))
+                    later = _bits_below(key, lane) ^ Uint32(0xFFFFFFFF)
+                    word = utils.shr_u32(later, shift)
+                    _apply_word(scores[None, c], column if n_block < sizes[0] else word)
         else:
             AttentionMask.apply_mask(
                 self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
@@ -119,6 +171,8 @@ class WordMask(AttentionMask):
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 in_query_words.__cute_hash__ = f"query words {_SOURCE}"
 in_key_words.__cute_hash__ = f"key words {_SOURCE}"
-if tuple(inspect.signature(AttentionMask.apply_mask).parameters) == _PARAMETERS:
+in_columns_or_diagonal.__cute_hash__ = f"columns or diagonal {_SOURCE}"
+INSTALLED = tuple(inspect.signature(AttentionMask.apply_mask).parameters) == _PARAMETERS
+if INSTALLED:
     flash_fwd_sm90.AttentionMask = WordMask
     flash_bwd_sm90.AttentionMask = WordMask

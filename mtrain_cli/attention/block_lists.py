@@ -18,8 +18,15 @@ _WARPS = 4
 Lists = dict[str, Tensor]
 
 
-def index_lists(tiles: Tiles, transposed: bool) -> dict[str, Tensor]:
+def index_lists(
+    tiles: Tiles, transposed: bool, front: int = 0, partial_width: int = 0
+) -> dict[str, Tensor]:
     """List the blocks that both index and mask allow, without single columns.
+
+    Args:
+        front: number of other key blocks before the first. If transposed, their rows of the lists
+            stay empty.
+        partial_width: least width of ``partial``.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width], undefined
@@ -41,16 +48,21 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, Tensor]:
         chosen, slots, held, bitmap = index.slashes, geometry.query_slot, 1, False
         most = index.max_slashes
     widths = list_widths(candidates, most, tables.plain)
+    widths = max(partial_width, widths[0]), widths[1]
+    above = front if transposed else 0
     if cuda_kernels_usable(tables.first):
         from mtrain_cli.kernels.cuda.nvrtc import launch
 
-        shapes = [(batch, heads, rows, *width) for w in widths for width in ((), (w,))]
+        shapes = [(batch, heads, above + rows, *width) for w in widths for width in ((), (w,))]
         lists = [torch.empty(shape, dtype=torch.int32, device=tables.device) for shape in shapes]
+        for count in lists[::2]:
+            count[..., :above] = 0
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
             chosen.contiguous(), slots, geometry.query_blocks, geometry.key_blocks,
             tables.first_min, tables.first_max, *lists,
             heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
+            front,
         )  # fmt: skip
         return dict(zip(("partial_count", "partial", "full_count", "full"), lists, strict=True))
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
@@ -66,8 +78,9 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, Tensor]:
             "the index has more diagonals than its `max_slashes` allows"
         )
         # A negative pad cuts the list to its width.
-        result[name] = torch.nn.functional.pad(indices, (0, width - candidates))
-        result[name + "_count"] = counts_below[..., -1].contiguous()
+        indices = torch.nn.functional.pad(indices, (0, width - candidates, above, 0))
+        result[name] = indices + (front - above)
+        result[name + "_count"] = torch.nn.functional.pad(counts_below[..., -1], (above, 0))
     return result
 
 

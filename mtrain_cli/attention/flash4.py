@@ -1,7 +1,8 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
 A mask of a few rectangles takes one call per rectangle, any other mask one call with block lists.
-Under a dynamic index, Triton kernels add the single columns to the same softmax, without a merge.
+Under a dynamic index, the single columns are more key blocks of that call (`column_blocks`), or
+Triton kernels add them to the same softmax, without a merge.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
+from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair, Triple
@@ -140,6 +142,10 @@ def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float)
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
+    front = Front.of(tiles, k.shape[2], backward=False)
+    if front is not None and dense.takes_columns(q.device):
+        lists, words = front.lists(tiles, transposed=False), front.words(tiles)
+        return dense.spans_forward(q, *front.join(k, v, tiles), None, lists, scale, columns=words)
     blocks = dense.spans_forward(
         q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale
     )
@@ -156,6 +162,14 @@ def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> 
 
     dense = _load_dense()
     q, k, v, out, lse, delta = saved
+    front = Front.of(tiles, k.shape[2], backward=True)
+    if front is not None and dense.takes_columns(q.device):
+        lists, words = front.lists(tiles, transposed=True), front.words(tiles)
+        k, v = front.join(k, v, tiles)
+        dq, dk, dv = dense.spans_backward(
+            dout, q, k, v, out, lse, delta, None, lists, scale, columns=words
+        )
+        return dq, *front.add_gradients(dk, dv, tiles)
     lists = index_lists(tiles, transposed=True)
     dq, dk, dv = dense.spans_backward(dout, *saved, _spans(tiles), lists, scale)
     columns = pack_columns(k, v, tiles)

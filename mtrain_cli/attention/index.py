@@ -109,11 +109,13 @@ class VerticalSlash(Index):
     columns: int32 [batch, heads, width], ascending positions of keys that every later query sees.
         Unused entries hold ``blocks * block``.
     max_slashes: most diagonals of a head; 0 if only the device knows.
+    has_own_blocks: whether diagonal 0 is surely chosen for every head.
     """
 
     slashes: Tensor
     columns: Tensor
     max_slashes: int = 0
+    has_own_blocks: bool = False
     by_head: ClassVar = ("slashes", "columns")
 
     @staticmethod

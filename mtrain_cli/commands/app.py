@@ -25,14 +25,9 @@ from mtrain_cli.commands import (
     doctor,
     evaluate,
     generate,
-    mask,
     profile,
     profile_imbalance,
-    profile_kernels,
-    profile_links,
-    profile_non_attention,
     profile_sparsity,
-    profile_step,
     profile_what_if,
     report,
     simulate,
@@ -41,7 +36,9 @@ from mtrain_cli.commands import (
 )
 from mtrain_cli.commands.options import take_help_from_docstrings
 from mtrain_cli.config import plugins
+from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import nearest
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import one_line, printable
@@ -160,9 +157,6 @@ def _describe(error: Any) -> str:
         return f"{message} Commands: {names}.{hint if plugins.lacks_own() else ''}"
     parameters = context.command.params if context is not None else ()
     if option and any(parameter.name == "overrides" for parameter in parameters):
-        from mtrain_cli.config.keys import all_keys
-        from mtrain_cli.config.suggest import nearest
-
         similar = message.partition("Possible options")[2]
         # A command with a trained model takes few settings.
         is_option = option in similar or (similar and any(p.name == "model" for p in parameters))
@@ -247,18 +241,13 @@ app.add_typer(evaluate.app, name="eval")
 app.command("status")(status.status)
 # Importing these modules adds their commands to the group of commands/profile.py.
 assert all(
-    module.app is profile.app
-    for module in (
-        profile_imbalance, profile_kernels, profile_links, profile_non_attention, profile_sparsity,
-        profile_step, profile_what_if,
-    )
-)  # fmt: skip
+    module.app is profile.app for module in (profile_imbalance, profile_sparsity, profile_what_if)
+)
 app.add_typer(profile.app, name="profile")
 app.command("profile-balance")(profile_imbalance.imbalance)
 app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
-app.add_typer(mask.app, name="mask")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
@@ -303,3 +292,5 @@ def _names(owner: typer.Typer) -> list[str | None]:
 
 
 plugins.load(plugins.COMMANDS, _add)
+# `mtrain profile --help` has the commands of other packages among its own.
+profile.app.registered_commands.sort(key=lambda command: command.name or "")

@@ -20,6 +20,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.printable import one_line, printable
 
 app = typer.Typer(
@@ -152,7 +153,6 @@ def verify_weights(
         tokens: Number of random tokens.
         tolerance: Largest logit difference that counts as agreement.
     """
-    from mtrain_cli.config.suggest import adapter_hint
     from mtrain_cli.launch.run_dir import NotARunError, find_source
 
     from_run = not (source / "config.json").is_file()

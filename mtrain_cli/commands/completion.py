@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
+from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.plugins import callback_names
-from mtrain_cli.config.schema import KERNELS, LAYOUTS
+from mtrain_cli.config.schema import LAYOUTS
 
 Candidate = tuple[str, str]  # text to insert, and its help
 
@@ -83,21 +85,13 @@ def complete_exchanges(incomplete: str) -> list[str]:
     return in_list(exchange_names(), incomplete)
 
 
-def complete_kernels(incomplete: str) -> list[str]:
-    return in_list([name for name in KERNELS if name != "auto"], incomplete)
-
-
 def complete_attentions(incomplete: str) -> list[str]:
     """Complete a comma-separated list of patterns that read their input."""
-    from mtrain_cli.config.pattern_settings import PATTERNS
-
     return in_list([name for name, kind in PATTERNS.items() if not kind.synthetic], incomplete)
 
 
 def complete_clusters(incomplete: str) -> list[Candidate]:
     """Complete the name of a shipped cluster, or the path of a file."""
-    from mtrain_cli.config.cluster import shipped
-
     return _or_files([(name, summary(file)) for name, file in shipped().items()], incomplete)
 
 

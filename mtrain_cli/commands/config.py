@@ -10,7 +10,10 @@ import typer
 
 from mtrain_cli.commands.completion import complete_options
 from mtrain_cli.commands.options import ConfigDir, argument
+from mtrain_cli.config import keys
+from mtrain_cli.config.groups import open_groups, summary
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import no_such
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -41,9 +44,6 @@ def list_groups(config_dir: ConfigDir = None) -> None:
       [cyan]mtrain config list --config-dir my-conf[/cyan]
           List your own groups too
     """
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.groups import open_groups, summary
-
     groups = open_groups(config_dir)
     rows = []
     for group, options in groups.options.items():
@@ -81,8 +81,6 @@ def show_option(
         option: An option from `mtrain config list`.
     """
     from mtrain_cli.composition.compose import composed_values
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.groups import open_groups, summary
 
     groups = open_groups(config_dir)
     group, name = _split(option, groups.options, groups.defaults)
@@ -110,13 +108,10 @@ def _split(
     option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]
 ) -> tuple[str, str]:
     """Split ``GROUP/NAME`` or ``GROUP=NAME``. ``GROUP`` alone gives its default option."""
-    from mtrain_cli.config.keys import all_keys
-    from mtrain_cli.config.suggest import no_such
-
     group, _, name = option.replace("=", "/").strip("/").rpartition("/")
     if not group:
         group, name = name, defaults.get(name, "")
-    if option in all_keys():
+    if option in keys.all_keys():
         owner = option.partition(".")[0]
         command = f"show {owner}" if owner in options else "list"
         raise ConfigError(f"{option}: is a key, not a group; `mtrain config {command}` shows it")

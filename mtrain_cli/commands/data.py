@@ -18,6 +18,7 @@ from mtrain_cli.commands.options import (
     bounded,
     flag,
     option,
+    token_count,
 )
 from mtrain_cli.config.problem import ConfigError, Names
 
@@ -107,7 +108,6 @@ def prepare(
         setting: A key of data for --kind, such as train_on=last. You can repeat it.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
-    from mtrain_cli.commands.options import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store
@@ -150,10 +150,7 @@ def prepare(
 
 
 def _token_fields(
-    tokens_key: str | None,
-    mask_key: str | None,
-    positions_key: str | None,
-    targets_key: str | None,
+    tokens_key: str | None, mask_key: str | None, positions_key: str | None, targets_key: str | None
 ) -> TokenFields | None:
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 

@@ -19,6 +19,9 @@ from mtrain_cli.commands.options import (
     flag,
     name_list,
     option,
+    parse_items,
+    parse_names,
+    parse_whole_number,
     token_count,
     token_lengths,
     warn,
@@ -27,10 +30,10 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.problem import ConfigError, Names
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, Config
+from mtrain_cli.config.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
     from mtrain_cli.evaluation.request import EvaluationRequest, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
@@ -119,7 +122,6 @@ def perplexity(
         keys_from: Take the key tokens from this folder of results, so that all models are measured
             on the same tokens.
     """
-    from mtrain_cli.config.schema import PERPLEXITY
     from mtrain_cli.evaluation.request import PerplexityOptions
 
     if keys_from is not None and short is None:
@@ -173,7 +175,6 @@ def niah(
         samples: Sequences of each length.
         seed: Determines names, numbers and places.
     """
-    from mtrain_cli.config.schema import NIAH
     from mtrain_cli.evaluation.request import NeedleOptions
     from mtrain_cli.evaluation.retrieval import PYTHON, SENTENCES
 
@@ -258,7 +259,6 @@ def run_evaluation(
 
 def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
     """Return the model under each attention, by the name of the pattern."""
-    from mtrain_cli.commands.options import parse_names
     from mtrain_cli.commands.profile import keys_for, require_known_keys
     from mtrain_cli.inference.model_source import open_source, servable_patterns
 
@@ -282,7 +282,6 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
 
 def _weights(sources: Sequence[ModelSource], checkpoints: str) -> tuple[Weights, ...]:
     """Return the weights by step; ``all`` leaves damaged and unlearned ones out, and warns."""
-    from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.launch.run_dir import checkpoints_of
 
@@ -427,8 +426,6 @@ def _text(path: Path | None) -> str | None:
 
 
 def parse_chains(text: str) -> float:
-    from mtrain_cli.config.sizes import parse_share
-
     try:
         share = parse_share(text)
     except ValueError:

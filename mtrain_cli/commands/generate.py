@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_models, complete_overrides
-from mtrain_cli.commands.options import (
-    MOST_IDS,
-    MOST_TOKENS,
-    argument,
-    bounded,
-    flag,
-    option,
-    warn,
-)
+from mtrain_cli.commands.options import MOST_IDS, MOST_TOKENS, argument, bounded, flag, option, warn
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
 
@@ -136,7 +128,7 @@ def launch_workers(
         run = run_dir.create(config, words)
         if not job_rank():
             save(run)
-        return launch(run, environment, resume=False, target=target, config=config)
+        return launch(run, environment, resume=False, target=target, config=config, saves=False)
 
 
 def _prompts(texts: list[str] | None, file: str | None) -> dict[str, str | list[int]]:

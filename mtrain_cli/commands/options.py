@@ -20,11 +20,12 @@ import typer
 from mtrain_cli import docstrings
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config import plugins
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import EXPECTED, parse_size
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.run_dir import RunDir
 
 # Upper limits of numeric options. Larger values overflow or keep the command busy for days.
@@ -89,7 +90,6 @@ ConfigDir = Annotated[
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
-CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 
 def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -169,8 +169,6 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     option: what the user typed before the names: ``--layout``, or ``topology.layout=``.
     allowed: None if the caller checks the names; then ``text`` may be empty.
     """
-    from mtrain_cli.config.suggest import no_such
-
     lead = option if option.endswith("=") else f"{option} "
     parsed = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not parsed and (text or allowed is not None):
@@ -254,8 +252,6 @@ def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
 
 def token_lengths(option: str, text: str, least: int = 2, most: int = MOST_TOKENS) -> list[int]:
     """Parse numbers of tokens such as ``4k,128k``, without duplicates."""
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
     lengths = []
     for item in text.split(","):
         try:

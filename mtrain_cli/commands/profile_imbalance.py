@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,13 +24,11 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_resolvable
+from mtrain_cli.config import keys
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.parallel_checks import require_degree_1
-from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
-from mtrain_cli.config.schema import ConfigError
-
-if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
+from mtrain_cli.config.pattern_settings import PATTERNS, DenseSettings, VerticalSlashSettings
+from mtrain_cli.config.schema import Config, ConfigError
 
 
 @app.command("imbalance")
@@ -122,7 +120,7 @@ def imbalance(
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
     MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
+    code = launch(run, environment, resume=False, target=TARGETS[mode], config=config, saves=False)
     print_summary(run, as_json)
     raise typer.Exit(code)
 
@@ -182,8 +180,6 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
 
 def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.pattern_settings import PATTERNS
 
     for word in words:
         key = word.partition("=")[0]

@@ -23,11 +23,10 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, key_of, keys_for, require_known_keys
 from mtrain_cli.config import plugins
-from mtrain_cli.config.pattern_settings import VerticalSlashSettings
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.pattern_settings import PATTERNS, VerticalSlashSettings
+from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
     from mtrain_cli.profiling.pattern_quality import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
@@ -38,7 +37,7 @@ def _one_only(_: str, __: Any, others: Mapping[str, Any]) -> None:
 
 
 # The analysis of another package, whose options this command takes: a module or object with
-# `Options`, `parse` and `open_analyzer`, such as `mtrain_studies.attention.profile`.
+# `Options`, `parse` and `open_analyzer`, such as `mtrain_extras.studies.attention.profile`.
 _STUDY: Any = next(iter(plugins.load_by_name("mtrain.analyzers", check=_one_only).values()), None)
 
 
@@ -154,7 +153,6 @@ def _save_measurement(
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     """Return the configuration to train with, and the patterns to measure."""
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.pattern_settings import PATTERNS
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])
     given = [w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")]

@@ -23,8 +23,10 @@ from mtrain_cli.commands.options import (
     parse_whole_number,
 )
 from mtrain_cli.commands.profile import app
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.documents import json_text
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.exchanges import exchange_names
+from mtrain_cli.config.schema import LAYOUTS, ConfigError
 from mtrain_cli.config.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -73,9 +75,6 @@ def what_if(
         pattern: Patterns to replay; all recorded patterns by default.
         cluster: Cluster for which the balanced layout is made; by default H200s.
     """
-    from mtrain_cli.config.cluster import load_cluster
-    from mtrain_cli.config.exchanges import exchange_names
-    from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal import print_table, say

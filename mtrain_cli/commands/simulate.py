@@ -27,6 +27,7 @@ from mtrain_cli.commands.options import (
     with_options,
 )
 from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, Job, parse_job
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -258,7 +259,6 @@ def validate(
         prediction: Predictions that `mtrain simulate run --out DIR` saved before the measurement,
             instead of new ones. Can be repeated.
     """
-    from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration_files import calibration_files
 
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)

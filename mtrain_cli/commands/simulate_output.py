@@ -14,9 +14,7 @@ from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, Column, Table, fixed, number
 from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
-from mtrain_cli.simulation.predicted_step import (
-    part_name,
-)
+from mtrain_cli.simulation.predicted_step import part_name
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,

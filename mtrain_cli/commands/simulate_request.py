@@ -18,6 +18,7 @@ from mtrain_cli.commands.options import (
     parse_whole_number,
     warn_of_unused_settings,
 )
+from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
 from mtrain_cli.config.exchanges import (
     COMPARED_EXCHANGES,
     GROUP_CASTS,
@@ -25,13 +26,15 @@ from mtrain_cli.config.exchanges import (
     exchange_names,
     flat_name,
 )
+from mtrain_cli.config.keys import all_keys, show
 from mtrain_cli.config.mask_settings import FULL_LAYERS
+from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
 from mtrain_cli.config.sizes import parse_share
+from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
-    from mtrain_cli.config.cluster import Cluster
     from mtrain_cli.simulation.prediction import AttentionWorkload
     from mtrain_cli.simulation.scenario import PairSource, Scenario
 
@@ -187,8 +190,6 @@ class Request:
         """Return the index.npz that ``index`` names, if it is given."""
         if self.index is None:
             return None
-        from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
-
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -240,8 +241,6 @@ class Request:
 
     def _recorded(self) -> tuple[Config, AttentionWorkload, list[str]]:
         """Return a training run with recorded indices, and the settings that follow from them."""
-        from mtrain_cli.config.keys import show
-        from mtrain_cli.config.pattern_settings import PATTERNS
         from mtrain_cli.simulation.scenario import scores_of
 
         problem, file = self._load_recorded(), self.recorded_file()
@@ -323,7 +322,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
 
     every_exchange: compare all exchanges if none is given.
     """
-    from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration_files import calibration_files
 
     given, words = _split(typed)
@@ -419,8 +417,6 @@ def _split(typed: SimulateOptions) -> tuple[dict[str, str], list[str]]:
 
 def _axis(word: str) -> dict[str, list[str]]:
     """Return the values of a setting with several, such as ``seq=128k,512k``, by its name."""
-    from mtrain_cli.config.keys import all_keys
-
     name, _, listed = word.partition("=")
     key = all_keys().get(name)
     is_text = key is not None and (key.is_mapping or (key.is_text and not key.choices))
@@ -474,8 +470,6 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def _check_workers(cluster: Cluster, count: int, virtual: bool) -> None:
-    from mtrain_cli.config.cluster import uneven_nodes
-
     most = min(cluster.gpus, MOST_WORKERS)
     if count > most:
         more = f"; for more, set nodes={-(-count // cluster.gpus_per_node)}"

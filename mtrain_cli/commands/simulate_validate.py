@@ -184,11 +184,7 @@ def _origin(
         for name in dict.fromkeys(_devices(run))
         if gpu is not None and not (on_cpu if name == _CPU else same_device(name, gpu))
     ]
-    return {
-        "cluster": named,
-        "elsewhere": elsewhere,
-        "calibration": files,
-    }
+    return {"cluster": named, "elsewhere": elsewhere, "calibration": files}
 
 
 def _devices(run: MeasuredRun) -> list[str]:

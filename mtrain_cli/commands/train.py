@@ -14,11 +14,11 @@ from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
 from mtrain_cli.config import plugins
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.training.loop import MakeCallback
@@ -189,7 +189,6 @@ def find_run(run: str, option: str = "") -> Path:
 
     option: what the user typed before the run.
     """
-    from mtrain_cli.config.suggest import no_such
     from mtrain_cli.launch.run_dir import RUNS, list_runs
 
     for folder in (Path(run).expanduser(), RUNS / run):

@@ -27,11 +27,7 @@ BALANCE_LOSS = 0.001  # train.balance_loss=auto (DeepSeek-V2 and Qwen3 use 0.001
 # turns each of them off.
 NEED_ALL_EXPERTS = {"optim.offload": False, "optim.offload_gradients": False}
 NEED_WHOLE_LAYERS = NEED_ALL_EXPERTS
-NEED_WHOLE_MODEL = {
-    "train.offload_activations": False,
-    **NEED_WHOLE_LAYERS,
-    "train.eval_tasks": (),
-}
+NEED_WHOLE_MODEL = {"train.offload_activations": False, **NEED_WHOLE_LAYERS, "train.eval_tasks": ()}
 _WITHOUT_STAGES = {"schedule": "auto", "virtual_stages": 1, "stage_layers": "auto"}
 # Settings of the router, and the values with which a dense model has none.
 _OF_ROUTERS = {

@@ -425,9 +425,7 @@ OWN: dict[str, type[PatternSettings]] = {
     )
 }
 PATTERNS: Plugins[type[PatternSettings]] = Plugins(
-    "mtrain.patterns",
-    f"{__name__}:OWN",
-    functools.partial(fits_variants, PatternSettings, "name"),
+    "mtrain.patterns", f"{__name__}:OWN", functools.partial(fits_variants, PatternSettings, "name")
 )
 
 

@@ -25,17 +25,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
 
-from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option, setting
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.corpora import (
-    EMPTY,
-    Corpus,
-    Document,
-    Unit,
-    describe_left_out,
-    split_text,
-)
+from mtrain_cli.data.corpora import EMPTY, Corpus, Document, Unit, describe_left_out, split_text
 from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 
@@ -388,13 +380,9 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
 def _read_parquet(
     path: Path, label: str, fields: Fields, skip: int, _alone: bool
 ) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(
-            f"{label}: reading parquet needs the pyarrow package: {install_command('data')}"
-        ) from None
+    import pyarrow
+    import pyarrow.parquet
+
     row = skip
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

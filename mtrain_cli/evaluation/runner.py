@@ -21,13 +21,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
-from mtrain_cli.evaluation.results import (
-    IN_TRAINING,
-    Result,
-    ResultsFolder,
-    format_score,
-    key_of,
-)
+from mtrain_cli.evaluation.results import IN_TRAINING, Result, ResultsFolder, format_score, key_of
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import require_known_ids
 from mtrain_cli.inference.model_source import ModelSource

@@ -138,10 +138,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, _resume: bool
 
 
 def answer(
-    request: GenerateRequest,
-    config: Config,
-    environment: Environment,
-    stop: StopFlag | None = None,
+    request: GenerateRequest, config: Config, environment: Environment, stop: StopFlag | None = None
 ) -> None:
     """Load the model and generate until the end, or until the user asked to ``stop``.
 

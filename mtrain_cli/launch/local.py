@@ -34,9 +34,6 @@ from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP
 from mtrain_cli.launch.temporary_folders import private_folder
 
 TRAIN = "mtrain_cli.commands.train:run_worker"
-TARGETS_WITHOUT_CHECKPOINTS = tuple(
-    f"mtrain_cli.{room}." for room in ("profiling", "inference", "evaluation")
-)
 KILLED_CODE = 130
 # Polls of an OpenMP thread for the others before it sleeps. With the default of 300,000, attention
 # on two cores beside a busy process was 4 to 10 times slower; on idle cores it differs by 6 %.
@@ -66,6 +63,7 @@ def launch(
     resume: bool,
     target: str = TRAIN,
     config: Config | None = None,
+    saves: bool = True,
 ) -> int:
     """Run ``target`` on every worker and wait for the end. Print the cause of a failure.
 
@@ -78,6 +76,7 @@ def launch(
         target: ``module:function``. The function gets config, run_dir, environment and resume. It
             returns True if a stop request ended the function early.
         config: what this process composed, which must be the same on all ranks of a job.
+        saves: whether the workers write checkpoints, from which a lost worker's run restarts.
 
     Returns:
         The exit code: 0 for success, 1 after a failure, 130 after Ctrl-C, 140 after SIGUSR2 with a
@@ -92,7 +91,6 @@ def launch(
 
         run_in_job(run_dir, environment, resume, target, config)
 
-    saves = not target.startswith(TARGETS_WITHOUT_CHECKPOINTS)
     before = run_status.read_state(run_dir) if resume else None
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)

@@ -363,10 +363,7 @@ def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) 
 
 def environment_facts() -> dict[str, object]:
     """Return the facts that somebody needs to repeat the run, by name."""
-    versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "flash-attn-4"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    versions = {"python": platform.python_version(), **package_versions()}
     checkout, revision = Path(mtrain_cli.__file__).resolve().parent.parent, ""
     if (checkout / ".git").exists():
         describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
@@ -381,6 +378,15 @@ def environment_facts() -> dict[str, object]:
         "versions": versions,
         "git_revision": revision or None,
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of mtrain and of the packages that results depend on, by name."""
+    versions = {"mtrain": mtrain_cli.__version__}
+    for package in ("torch", "numpy", "flash-attn-4"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def _output_of(*command: str) -> str:

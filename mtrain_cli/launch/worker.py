@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import json
 import os
 import pkgutil
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ from mtrain_cli.launch.environment import (
 )
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP, mark_stopped, remember
 from mtrain_cli.launch.temporary_folders import is_private, private_folder
@@ -128,6 +130,9 @@ def run_in_job(
     try:
         # Other machines may not have the disk of rank 0.
         text = decide_on_rank_zero(run_dir.resolved.read_text)
+        _require_same_versions(
+            json.loads(decide_on_rank_zero(lambda: json.dumps(package_versions()))), job.rank
+        )
         run_dir.path.mkdir(parents=True, exist_ok=True)
         with private_folder() as folder:
             (folder / "resolved.yaml").write_text(text)
@@ -221,6 +226,20 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
             f"this for another worker{details}, and no worker reported an error. Increase the "
             "value, or look in the run's logs/ for the worker that hangs."
         ) from error
+
+
+def _require_same_versions(expected: dict[str, str], rank: int) -> None:
+    """Raise ConfigError with a line for each package whose version differs from rank 0's."""
+    own = package_versions()
+    problems = [
+        f"{name}={own.get(name, 'missing')}: rank {rank} on {socket.gethostname()} has this "
+        f"version, rank 0 has {expected.get(name, 'none')}. Install the same version on all "
+        "machines."
+        for name in {**expected, **own}
+        if own.get(name) != expected.get(name)
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:

@@ -17,11 +17,7 @@ _SCORE_BYTES = 1 << 27  # of the scores that are computed at once
 
 @torch.no_grad()
 def max_logits(
-    q: Tensor,
-    k: Tensor,
-    positions: IntArray,
-    masks: Sequence[SequenceMask],
-    index: Index | None,
+    q: Tensor, k: Tensor, positions: IntArray, masks: Sequence[SequenceMask], index: Index | None
 ) -> Tensor:
     """Return the largest q k / sqrt(head_dim) of each head over the allowed pairs, [heads].
 

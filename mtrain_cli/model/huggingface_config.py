@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import FULL_LAYERS, MaskSettings
-from mtrain_cli.config.schema import (
-    DENSE,
-    SOFTMAX,
-    ConfigError,
-    ModelConfig,
-    MoeConfig,
-    RopeConfig,
-)
+from mtrain_cli.config.schema import DENSE, SOFTMAX, ConfigError, ModelConfig, MoeConfig, RopeConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import adapter_hint
 

@@ -174,7 +174,7 @@ class TransformersDecoder(Decoder):
 
 
 def adapters() -> Any:
-    """Return the module of the entry point that makes adapters (`mtrain_lora/adapter.py`)."""
+    """Return the module of the entry point that makes adapters (`mtrain_extras.lora.adapter`)."""
     entry = installed(ADAPTERS)[0]
     try:
         return entry.load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import torch
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.launch.environment import cpu_cores, host_memory
-from mtrain_cli.profiling.timing import installed_version
 from mtrain_cli.training.memory import GIB
 
 # (name to show, distributions that provide it, extra that installs it, purpose)
@@ -104,6 +104,14 @@ def diagnose() -> Diagnosis:
         ],
         kernels=_kernels(gpus),
     )
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _gpu(index: int) -> DetectedGpu:

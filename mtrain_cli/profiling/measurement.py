@@ -257,7 +257,9 @@ def entry_point(
     def decorate(measure: Callable[[Bench, P], bool]):
         def run(config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
             bench = Bench(config, run_dir, environment)
-            return measure(bench, bench.share(lambda: plan_type.load(run_dir)))
+            # As a dict: workers do not unpickle classes of other packages.
+            fields = bench.share(lambda: vars(plan_type.load(run_dir)))
+            return measure(bench, plan_type(**fields))
 
         return run
 

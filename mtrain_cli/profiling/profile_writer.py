@@ -13,13 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import (
-    BlockBitmap,
-    GatedBitmap,
-    Index,
-    StartBitmap,
-    VerticalSlash,
-)
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.launch.failures import not_written
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.record_collector import Estimated, own_loads, own_work

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 LOADS, LOAD_PARTS = "experts.parquet", "experts"
 FACT = "experts"  # key of a case of a model with experts in summary.json
 DEALT = (2, 4, 8)  # numbers of workers of the what-if
-DEGREES = ("worker", "step")
 _ORDER = (FORWARD, RECOMPUTE, BACKWARD)
 MOST_CELLS = 1 << 26  # layers x ranks x experts of a file
 ROW = np.dtype(

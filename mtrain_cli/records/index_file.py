@@ -28,13 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import (
-    BlockBitmap,
-    GatedBitmap,
-    Index,
-    StartBitmap,
-    VerticalSlash,
-)
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.documents import replacing

@@ -299,7 +299,7 @@ class RecordKind(Protocol):
         """Return {name of a CSV file: rows of text and numbers}."""
 
     def tables(self, records: Any) -> Sequence[Any]:
-        """Return each `TextTable`, with its title, note and finding."""
+        """Return objects whose ``section`` is a `reporting.table.Section`."""
 
     def figures(self, named: Named) -> Sequence[Any]:
         """Return each `plots.Figure` for the page."""

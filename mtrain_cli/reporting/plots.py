@@ -29,7 +29,6 @@ COLOURS = {
     EXPOSED: "#f0a030",
 }
 _LINK_COLOURS = {"inner": "#f7c873", "outer": "#d97706", "heads": "#e6b8a2"}
-QUIET: Trace = {"hoverinfo": "skip", "showlegend": False}
 LATE_LABEL, EXPOSED_LABEL = "waiting for late peers", "exposed communication"
 
 

@@ -57,7 +57,6 @@ from mtrain_cli.reporting.terminal import print_section
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
-RESOLVED = "resolved.yaml"
 SHOWN = 5  # most names in a message
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
 _MOST_CHARACTERS = 10_000  # of a setting that a report shows
@@ -219,11 +218,8 @@ def find(name: str, holding: str = "") -> Path:
         if candidate.is_dir():
             return candidate
         if candidate.is_file():
-            return (
-                candidate.parent
-                if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED)
-                else candidate
-            )
+            is_of_folder = candidate.name in (RECORDS, SUMMARY, METRICS_FILE, run_dir.RESOLVED)
+            return candidate.parent if is_of_folder else candidate
     for candidate in shipped():
         if name == candidate.name:
             return candidate
@@ -416,7 +412,7 @@ def _nothing(path: Path) -> str:
         content = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    if RESOLVED in content:
+    if run_dir.RESOLVED in content:
         return f"{path}: a run that has no step and no profile yet"
     listed = ", ".join(content[:SHOWN]) or "nothing"
     return (

@@ -13,16 +13,7 @@ import numpy as np
 
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, PassAnalysis
 from mtrain_cli.reporting.plots import cell_labels, fold
-from mtrain_cli.reporting.table import (
-    Column,
-    Lines,
-    Section,
-    Table,
-    data,
-    ms,
-    percent,
-    spread,
-)
+from mtrain_cli.reporting.table import Column, Lines, Section, Table, data, ms, percent, spread
 
 _FACTS = ("layout", "exchange", "pattern", "kernel", "seq")
 _COUNTS = ("workers", "groups", "samples", "iterations", "partial")

@@ -16,37 +16,10 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from mtrain_cli.console import Console, columns_table
-from mtrain_cli.reporting.table import BEST, NOT, TOTAL, Lines, Section, Table, text_table
+from mtrain_cli.reporting.table import BEST, NOT, TOTAL, Section, Table
 
 PIPED = 100  # characters of a line that does not go to a terminal
 _STYLES = {BEST: "bold", TOTAL: "bold", NOT: "dim"}
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """One table of a report, as text, for the terminal and the page.
-
-    words: number of columns with text, which come first.
-    note: what a reader must know to read the table.
-    finding: what the table shows, in sentences.
-    """
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: int = 1
-    note: str = ""
-    finding: str = ""
-
-    @property
-    def section(self) -> Section:
-        """The table and its finding as a section."""
-        table = text_table(self.heads, self.rows, self.words, title=self.title, note=self.note)
-        return Section(self.title, [table, Lines([self.finding] * bool(self.finding))])
-
-    def print(self, console: Console) -> None:
-        """Print the table with its title, its note and its finding."""
-        print_section(console, self.section)
 
 
 def make_console() -> Console:

@@ -92,7 +92,7 @@ def _draw(
         columns.append(drawn_columns.masked_fill(drawn_columns >= length, unused))
     max_slashes = max(index.max_slashes for index in drawn.values())
     tensors = (torch.cat(slashes).to(device), torch.cat(columns).to(device))
-    return VerticalSlash(pattern.block, blocks, *tensors, max_slashes)
+    return VerticalSlash(pattern.block, blocks, *tensors, max_slashes, has_own_blocks=True)
 
 
 def fixed_index(
@@ -130,4 +130,6 @@ def fixed_index(
         some = rng.choice(seq, min(columns, seq), replace=False, shuffle=False)
         positions[h, : len(some)] = np.sort(some)
     slash, column = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (chosen, positions))
-    return VerticalSlash(block, blocks, slash, column, int(chosen.sum(-1).max()))
+    return VerticalSlash(
+        block, blocks, slash, column, int(chosen.sum(-1).max()), has_own_blocks=True
+    )

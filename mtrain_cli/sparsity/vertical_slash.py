@@ -319,7 +319,9 @@ class VerticalSlashPattern(VerticalSlashSettings):
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
         most = self.slash_bound(masked.geometry.blocks)
-        return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, most)
+        return VerticalSlash(
+            self.block, masked.geometry.blocks, slashes, columns, most, has_own_blocks=True
+        )
 
     def _totals(
         self,

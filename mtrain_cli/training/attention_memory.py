@@ -20,6 +20,7 @@ from mtrain_cli.attention.block_lists import (
     most_partial_blocks,
     word_bytes,
 )
+from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import CAUSAL
@@ -160,6 +161,27 @@ class IndexShape:
         packed = 0 if self.gathers_columns else 2 * e * head_dim
         covered = self._blocks_of(queries * self.ways) * self.columns // 8
         return self.columns * (packed + gradients + 8) + covered
+
+    def in_front(self, queries: int, keys: int, kv_width: int, group: int, e: int) -> int:
+        """Return what `column_blocks.Front` adds to a call's backward, in bytes.
+
+        Keys and values behind the front; in the front also their gradients and, with grouped heads,
+        float32 sums; the longer lists; and a bit per query block and column.
+        """
+        if self.rings or not self.columns or self.block != BLOCK:
+            return 0
+        rows, of_keys = self._blocks_of(queries * self.ways), self._blocks_of(keys)
+        tiles = self.column_width // BLOCK
+        front = Front.in_backward(group, tiles, self.head_lists, rows, of_keys)
+        if front is None:
+            return 0
+        tokens = self.sequences * front.blocks * BLOCK
+        tensors = 2 * e * (keys + 2 * tokens) + (8 * tokens if group > 1 else 0)
+        width, full = front.list_width(rows), list_widths(rows, self.diagonals, plain=True)[1]
+        lists = self.head_lists * (front.blocks + of_keys) * (width + full)
+        words = max(2, rows) * self.columns // 8
+        tensors *= kv_width // self.ways
+        return tensors + 4 * (lists - self.listed(queries, keys)) + words
 
     def _blocks_of(self, tokens: int) -> int:
         """Return the number of blocks per sequence."""
@@ -430,6 +452,9 @@ def kernel_backward(
         if pieces:
             return KernelBuffers(4, sums + e * (row + 2 * keys * kv_width))
         blocks = sums + (0 if index is None else 4 * index.listed(queries, keys))
+        group = model.num_heads // model.num_kv_heads
+        if index is not None:
+            blocks += index.in_front(queries, keys, kv_width, group, e)
         columns += statistics + e * row if columns else 0
         return KernelBuffers(e, max(blocks, columns), blocks, columns)
     if kernel == "sdpa":

@@ -15,6 +15,8 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.tiles import Tiles
 
+_BLOCK = 128
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -193,3 +195,31 @@ def make_problem(
     return Problem(
         masks, tiles, *(torch.randn(batch, n, h, dim).to(device, dtype) for n, h in shapes)
     )
+
+
+def column_problem(
+    seed: int, *, width: int = 300, heads: int = 4, kv_heads: int = 2, batch: int = 2,
+    blocks: int = 7, where: str = "whole", tail: int = 0,
+) -> Problem:  # fmt: skip
+    """Make a causal problem in which every head keeps diagonal 0, and one head has no columns.
+
+    The blocks are those of FlashAttention-4, the tensors float64.
+    """
+    rng = np.random.default_rng(seed)
+    seq = blocks * _BLOCK - tail
+    slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < 0.3)
+    slashes[:, :, 0] = True
+    columns = torch.full((batch, heads, width), blocks * _BLOCK, dtype=torch.int32)
+    for b in range(batch):
+        for h in range(heads):
+            count = [0, width, *rng.integers(1, width, heads)][h]
+            chosen = np.sort(rng.permutation(seq)[:count])
+            columns[b, h, :count] = torch.from_numpy(chosen)
+    masks = [SequenceMask.causal(seq, seq)] * batch
+    queries, keys = shard(where, seq, _BLOCK)
+    tiles = Tiles.between(masks, queries, keys, MaskTables.make(masks, _BLOCK))
+    index = VerticalSlash(_BLOCK, blocks, slashes, columns, 0, has_own_blocks=True)
+    torch.manual_seed(seed)
+    shapes = (len(queries), heads), (seq, kv_heads), (seq, kv_heads), (len(queries), heads)
+    tensors = (torch.randn(batch, n, h, 8, dtype=torch.float64) for n, h in shapes)
+    return Problem(masks, tiles.with_index(index), *tensors)

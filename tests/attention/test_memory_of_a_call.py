@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from attention.sparse_problems import Problem, make_problem
+from attention.sparse_problems import Problem, column_problem, make_problem
 from mtrain_cli.kernels.triton import sparse
 from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_tile_plan
@@ -111,3 +112,22 @@ def test_packed_columns_have_the_estimated_size():
     held = size(*packed, *gradients, plan.covered, *local_columns(p.tiles))
     estimate = kernel_bytes("triton", p, shape_of(p)) - kernel_bytes("triton", p, None)
     assert held <= estimate <= 1.2 * held
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_columns_in_front_of_the_keys_have_the_estimated_size(kv_heads):
+    p = column_problem(1, kv_heads=kv_heads)
+    index = dataclasses.replace(shape_of(p), block=128)
+    front = Front.of(p.tiles, kv_heads, backward=True)
+    made = torch.empty_like(p.k[:, :1]).expand(-1, front.blocks * 128, -1, -1)
+    gradients = 2 * made.numel() * made.element_size()
+    if kv_heads < 4:  # FlashAttention-4 adds up the gradients of a group in float32
+        gradients += 2 * 4 * made.numel()
+    lists, alone = front.lists(p.tiles, transposed=True), index_lists(p.tiles, transposed=True)
+    longer = size(lists["partial"], lists["full"]) - size(alone["partial"], alone["full"])
+    held = size(*front.join(p.k, p.v, p.tiles), front.words(p.tiles)[0]) + gradients + longer
+    queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
+    estimate = index.in_front(queries, keys, kv_heads * 8, 4 // kv_heads, 8)
+    # The estimate of the call without a front has wider lists of partial blocks.
+    wider = 4 * (index.listed(queries, keys) - alone["partial"].numel() - alone["full"].numel())
+    assert estimate + wider == held

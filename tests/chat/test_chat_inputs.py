@@ -18,12 +18,12 @@ import pytest
 from chat_tokenizers import template, write_tokenizer
 from conversations import CALL, TOOLS, turns, write
 
-from mtrain_chat.messages import read_conversation
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
+from mtrain_extras.chat.messages import read_conversation
 
 GOOD = turns("One?", "Two.")
 LONG = turns("Count.", "one two three " * 40)

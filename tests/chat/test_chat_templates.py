@@ -19,12 +19,12 @@ from chat_tokenizers import TEMPLATES, template, write_tokenizer
 from conversations import CALL, TOOLS, made_up, turns
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from mtrain_chat.encoder import Encoder, tokens_of
-from mtrain_chat.kind import ChatFields
-from mtrain_chat.template import open_template
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.token_documents import TokenDocument
 from mtrain_cli.data.tokenizers import open_tokenizer
+from mtrain_extras.chat.encoder import Encoder, tokens_of
+from mtrain_extras.chat.kind import ChatFields
+from mtrain_extras.chat.template import open_template
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 TALK = turns("One?", "Two.", "Three?", "Four.")

@@ -65,9 +65,7 @@ def _nothing_is_measured(*_):
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, words, line):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
-    )
+    monkeypatch.setattr("mtrain_extras.bench.kernels.profile_kernels", _nothing_is_measured)
     monkeypatch.setattr(
         "mtrain_cli.profiling.pattern_quality.profile_sparsity", _nothing_is_measured
     )

@@ -15,7 +15,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
 from mtrain_cli.records.record_files import HEAD_ROWS
 from mtrain_cli.sparsity.block_topk import BlockTopkPattern
-from mtrain_studies.attention.files import read_attention_files
+from mtrain_extras.studies.attention.files import read_attention_files
 
 SHAPE = (
     "seq=256 topology.block_size=16 model.hidden_size=32 model.num_layers=2 model.head_dim=8 "

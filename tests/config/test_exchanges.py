@@ -38,7 +38,7 @@ def test_only_the_modules_that_define_exchanges_spell_their_names():
     package = root / "mtrain_cli"
     definitions = [package / "config/exchanges.py"]
     definitions += [package / f"parallel/{name}.py" for name in modules]
-    for file in sorted([*package.rglob("*.py"), *(root / "mtrain_studies").rglob("*.py")]):
+    for file in sorted([*package.rglob("*.py"), *(root / "mtrain_extras/studies").rglob("*.py")]):
         if file not in definitions:
             nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
             spelled = {node.value for node in nodes if isinstance(node, ast.Constant)} & named

@@ -18,7 +18,7 @@ from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch.failures import READ_FAILURES, RunError, failure_from
 from mtrain_cli.launch.restart import is_machine_failure
-from mtrain_mds.shards import MdsFolder
+from mtrain_extras.mds.shards import MdsFolder
 
 CORPUS = Corpus("a test", "", "", ())
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]

@@ -1,6 +1,5 @@
 """The user's text, intact and broken."""
 
-import builtins
 import errno
 import gzip
 import inspect
@@ -16,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from mtrain_cli import install_command, resource_dir
+from mtrain_cli import resource_dir
 from mtrain_cli.commands.data import prepare
 from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.groups import summary
@@ -213,21 +212,6 @@ def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None
     assert "a.parquet: not UTF-8 text in the 1024 rows after row 0 (byte 0xff)" in _error(
         tmp_path / "a.parquet"
     )
-
-
-def test_parquet_without_its_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = _parquet(tmp_path / "a.parquet", ["x"])
-    real = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.split(".")[0] == "pyarrow":
-            raise ImportError(name)
-        return real(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    assert f"reading parquet needs the pyarrow package: {install_command('data')}" in _error(path)
 
 
 def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def messages() -> str:
     Expressions of f-strings are left out, or become `...`.
     """
     found = []
-    for folder in ("mtrain_cli", "mtrain_studies", "mtrain_lm_eval", "mtrain_ruler", "kernels"):
+    for folder in ("mtrain_cli", "mtrain_extras", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
             documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}

@@ -175,8 +175,9 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     import hydra
 
     from mtrain_cli.launch import local
-    from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark, pattern_quality
-    from mtrain_studies import cells
+    from mtrain_cli.profiling import pattern_quality
+    from mtrain_extras.bench import kernels, non_attention
+    from mtrain_extras.studies import cells
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     composed: dict[tuple[str, ...], Any] = {}
@@ -194,8 +195,8 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     replace(hydra, "compose", cached)
     replace(local, "launch", lambda *_, **__: 0)
     replace(cells, "compute", lambda *_, **__: None)
-    replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
-    replace(non_attention_benchmark, "profile_non_attention", lambda *_, **__: [])
+    replace(kernels, "profile_kernels", lambda *_, **__: [])
+    replace(non_attention, "profile_non_attention", lambda *_, **__: [])
     replace(pattern_quality, "profile_sparsity", _recall_of_a_head)
 
 

@@ -9,7 +9,7 @@ import torch
 from command import mtrain
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, profile_kernels
+from mtrain_extras.bench.kernels import KernelBench, KernelCase, profile_kernels
 
 pytestmark = [
     pytest.mark.gpu,

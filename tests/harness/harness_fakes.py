@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_lm_eval.requests import Answers, Continuing, Plan
+from mtrain_extras.lm_eval.requests import Answers, Continuing, Plan
 
 GREEDY, SAMPLED = Continuing(6, ("a",)), Continuing(4, (), Sampling(1.0))
 

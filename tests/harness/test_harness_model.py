@@ -19,8 +19,8 @@ from mtrain_cli import api
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import NO_BEGIN, open_tokenizer
 from mtrain_cli.inference.text import TextCodec
-from mtrain_lm_eval.model import HarnessModel
-from mtrain_lm_eval.requests import Plan
+from mtrain_extras.lm_eval.model import HarnessModel
+from mtrain_extras.lm_eval.requests import Plan
 
 LONG = "The grass is green. The sky is blue. " * 400  # more tokens than the model has positions
 

@@ -11,7 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_lm_eval.requests import Continuing, Plan, request_names
+from mtrain_extras.lm_eval.requests import Continuing, Plan, request_names
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtrain_cli.evaluation.results import PERCENT, Result
-from mtrain_lm_eval.results import measured
+from mtrain_extras.lm_eval.results import measured
 
 KNOWN = Result("", "", 0, "dense", "", 7, 0, None, None, "")
 

@@ -18,8 +18,8 @@ from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import StoppedError
 from mtrain_cli.inference.text import open_codec
 from mtrain_cli.launch.environment import Environment, resolve_environment
-from mtrain_lm_eval.requests import Pair, Plan, Score
-from mtrain_lm_eval.runner import EngineAnswers, HarnessRunner, plan_flop
+from mtrain_extras.lm_eval.requests import Pair, Plan, Score
+from mtrain_extras.lm_eval.runner import EngineAnswers, HarnessRunner, plan_flop
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from harness.harness_fakes import write_tasks
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer
 from mtrain_cli.inference.text import TextCodec
-from mtrain_lm_eval.requests import Plan
-from mtrain_lm_eval.tasks import HarnessTasks
+from mtrain_extras.lm_eval.requests import Plan
+from mtrain_extras.lm_eval.tasks import HarnessTasks
 
 BYTES = TextCodec(ByteTokenizer(), frozenset([257]), first=257)
 

@@ -6,7 +6,7 @@ import pytest
 from inference.small_models import engine, tokens, write_hf, write_run
 
 from mtrain_cli.composition.compose import compose
-from mtrain_lm_eval.packing import packs, score_together
+from mtrain_extras.lm_eval.packing import packs, score_together
 
 
 def test_packs_hold_each_text_once_and_no_more_than_fits():

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from importlib import metadata
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
@@ -24,6 +25,9 @@ def main() -> None:
             time.sleep(late),
             connect(*args, **options),
         )[1]
+    if other := os.environ.get("TORCH_VERSION"):
+        version = metadata.version
+        metadata.version = lambda name: other if name == "torch" else version(name)
     try:
         config = compose.compose(overrides)
         environment = resolve_environment(config)

@@ -34,8 +34,13 @@ class SimulatedJob:
         *overrides: str,
         of_rank: dict[int, list[str]] | None = None,
         late: dict[int, float] | None = None,
+        torch_of: dict[int, str] | None = None,
     ) -> None:
-        """Start the tasks. ``late`` delays a rank's connection to rank 0's hub, in seconds."""
+        """Start the tasks.
+
+        late: delays a rank's connection to rank 0's hub, in seconds.
+        torch_of: the version of torch that a rank's machine seems to have.
+        """
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.ranks = []
@@ -49,6 +54,7 @@ class SimulatedJob:
                 "SLURM_STEP_NODELIST": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "LATE_S": str((late or {}).get(rank, 0.0)),
+                "TORCH_VERSION": (torch_of or {}).get(rank, ""),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": os.pathsep.join(
@@ -173,6 +179,18 @@ def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
         "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
         "Start all ranks with the same settings.",
     ]
+    assert not Path("run").exists()
+
+
+def test_ranks_with_other_versions_end_before_they_wait_for_each_other():
+    job = SimulatedJob("adds_ranks", 2, "run.dir=run", torch_of={0: "9.8", 1: "9.9"})
+    ends = job.ends()
+    assert [code for code, _ in ends] == [2, 2], ends
+    assert ends[0][1] == (
+        f"error: torch=9.9: rank 1 on {socket.gethostname()} has this version, rank 0 has 9.8. "
+        "Install the same version on all machines.\n"
+    )
+    assert ends[1][1] == ""
     assert not Path("run").exists()
 
 

@@ -96,12 +96,13 @@ def new_programs(_forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(local, "Popen", subprocess.Popen)
 
 
-def launched(run: RunDir, target: str, resume: bool = False) -> int:
+def launched(run: RunDir, target: str, resume: bool = False, saves: bool = True) -> int:
     return launch(
         run,
         resolve_environment(resolved_file.load(run.resolved)),
         resume,
         target=f"worker_targets:{target}",
+        saves=saves,
     )
 
 
@@ -341,9 +342,7 @@ def test_a_signal_to_a_worker_that_starts_is_kept(run):
     assert (run.path / "stopped-0").exists()
 
 
-def test_a_measurement_answers_sigusr1_and_takes_sigusr2_as_sigterm(run, monkeypatch, capfd):
-    monkeypatch.setattr(local, "TARGETS_WITHOUT_CHECKPOINTS", ("worker_targets:",))
-
+def test_a_measurement_answers_sigusr1_and_takes_sigusr2_as_sigterm(run, capfd):
     def ask() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -351,7 +350,7 @@ def test_a_measurement_answers_sigusr1_and_takes_sigusr2_as_sigterm(run, monkeyp
         os.kill(os.getpid(), signal.SIGUSR2)
 
     threading.Thread(target=ask).start()
-    assert launched(run, "steps_until_stopped") == 143
+    assert launched(run, "steps_until_stopped", saves=False) == 143
     assert not (run.path / "saved-0").exists()
     assert capfd.readouterr().err.splitlines() == [
         stop_request.NOTHING_TO_SAVE,

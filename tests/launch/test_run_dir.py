@@ -24,8 +24,8 @@ from mtrain_cli.launch.job import current_job
 from mtrain_cli.launch.local import _resume_hint
 from mtrain_cli.launch.run_dir import LOCK, RunDir, RunLock, study_command
 from mtrain_cli.training.loop import _next_commands
-from mtrain_studies.cells import Study
-from mtrain_studies.tiers import TIERS
+from mtrain_extras.studies.cells import Study
+from mtrain_extras.studies.tiers import TIERS
 
 HOLDER = """
 import sys, time

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.launch import run_status
 from mtrain_cli.launch.restart import Restart
-from mtrain_live.serve import serving
+from mtrain_extras.live.serve import serving
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def steps_drawn(found: dict) -> int:
 
 @pytest.fixture
 def growing(tmp_path, monkeypatch) -> Iterator[GrowingRun]:
-    monkeypatch.setattr("mtrain_live.serve._SHARE", 0)  # read the files at each question
+    monkeypatch.setattr("mtrain_extras.live.serve._SHARE", 0)  # read the files at each question
     run = GrowingRun(tmp_path)
     yield run
     run.run.release()
@@ -134,7 +134,7 @@ def test_other_names_methods_and_paths_are_refused(growing):
 
 
 def test_names_and_log_lines_are_text_and_only_the_pages_own_script_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_live.serve._SHARE", 0)
+    monkeypatch.setattr("mtrain_extras.live.serve._SHARE", 0)
     hostile = "<script>alert(1)<\u2044script><img src=x onerror=alert(1)>"
     run = GrowingRun(tmp_path, hostile)
     run.train(1)

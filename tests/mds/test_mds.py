@@ -22,7 +22,7 @@ import pytest
 from mtrain_cli.commands.data import show
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_mds.shards import MdsFolder
+from mtrain_extras.mds.shards import MdsFolder
 
 REAL = Path(__file__).parent / "shards"
 CODES = {"uint8": 8, "uint16": 16, "int32": 33, "uint32": 32, "int64": 65}

@@ -17,8 +17,8 @@ from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
-from mtrain_mds import shards as mds
-from mtrain_mds.shards import mds_corpus
+from mtrain_extras.mds import shards as mds
+from mtrain_extras.mds.shards import mds_corpus
 
 TEXTS = [
     f"the quick fox {number} jumps é over\nthe lazy dog " * (number + 1) for number in range(9)
@@ -98,7 +98,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
         prepare, "_BATCH_CHARACTERS", 50
     )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
-        "mtrain_mds.shards.split_text",
+        "mtrain_extras.mds.shards.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
     )
     store = prepared(shards, tmp_path / "out", bpe_file, filters)

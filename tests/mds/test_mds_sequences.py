@@ -14,7 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_mds.shards import MdsSource
+from mtrain_extras.mds.shards import MdsSource
 
 
 @pytest.mark.parametrize("name", ["packed", "packed_nd"])

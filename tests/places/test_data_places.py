@@ -19,8 +19,8 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_places import files, names
-from mtrain_places.entry import local
+from mtrain_extras.places import files, names
+from mtrain_extras.places.entry import local
 
 SMALL = ["seq=64", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2",
          "model.num_kv_heads=1", "model.head_dim=16", "model.intermediate_size=48",

@@ -22,7 +22,7 @@ from mtrain_cli.launch.manifest import Manifest
 from mtrain_cli.model import huggingface
 from mtrain_cli.training import checkpointer
 from mtrain_cli.training.evaluation import Evaluation
-from mtrain_places import run_place
+from mtrain_extras.places import run_place
 
 BASE = f"/home/me/.cache/huggingface/hub/models--org--base/snapshots/{COMMIT}"
 

@@ -22,7 +22,7 @@ from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import plugins, resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model import huggingface
-from mtrain_places import entry, fetched_run, kinds, names
+from mtrain_extras.places import entry, fetched_run, kinds, names
 
 MODEL = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1",
          "model.head_dim=16", "model.intermediate_size=48", "seq=64"]  # fmt: skip

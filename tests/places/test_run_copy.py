@@ -21,7 +21,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
-from mtrain_places import entry, fetched_run, run_copy, run_place
+from mtrain_extras.places import entry, fetched_run, run_copy, run_place
 
 URL = "memory://runs"
 

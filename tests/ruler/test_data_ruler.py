@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.data.tokenizers import open_tokenizer
-from mtrain_ruler import word_lists
-from mtrain_ruler.ruler import RULER13, generate
-from mtrain_ruler.ruler_files import Sources, read_samples
+from mtrain_extras.ruler import word_lists
+from mtrain_extras.ruler.ruler import RULER13, generate
+from mtrain_extras.ruler.ruler_files import Sources, read_samples
 
 
 def _run(*arguments: str | Path) -> Result:

@@ -13,7 +13,7 @@ from evaluation.evaluated_runs import request_of, small_run, text_file
 from inference.small_models import source
 
 from mtrain_cli.inference.text import open_codec
-from mtrain_ruler.evaluation import RulerOptions, open_generated
+from mtrain_extras.ruler.evaluation import RulerOptions, open_generated
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.results import Result
 from mtrain_cli.inference.engine import Completion
 from mtrain_cli.inference.text import TextCodec, open_codec
-from mtrain_ruler.generated import Generated
-from mtrain_ruler.ruler import RULER6
+from mtrain_extras.ruler.generated import Generated
+from mtrain_extras.ruler.ruler import RULER6
 
 LENGTH = 1536
 RESULT = Result("k", "ruler:niah_single_1", LENGTH, "dense", "", 3, 2, None, None, "")

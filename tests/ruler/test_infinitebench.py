@@ -19,8 +19,8 @@ from mtrain_cli.evaluation.results import Result
 from mtrain_cli.inference.engine import Completion
 from mtrain_cli.inference.text import open_codec
 from mtrain_cli.reporting.evaluations import evaluation_tables
-from mtrain_ruler.infinitebench import TASKS, read_samples
-from mtrain_ruler.infinitebench_evaluation import InfiniteBenchSamples
+from mtrain_extras.ruler.infinitebench import TASKS, read_samples
+from mtrain_extras.ruler.infinitebench_evaluation import InfiniteBenchSamples
 
 RESULT = Result("k", "infinitebench:code_debug", 1024, "dense", "", 3, 2, 50.0, None, "%")
 

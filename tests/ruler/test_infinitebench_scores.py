@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_ruler import infinitebench_scores as scores
+from mtrain_extras.ruler import infinitebench_scores as scores
 
 MC = ["Walking Georgie", "B"]
 

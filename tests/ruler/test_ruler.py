@@ -12,7 +12,7 @@ from ruler.ruler_files import write_essays, write_hotpotqa, write_squad
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, open_tokenizer
-from mtrain_ruler.ruler import (
+from mtrain_extras.ruler.ruler import (
     RULER6,
     RULER13,
     TASKS,
@@ -22,7 +22,7 @@ from mtrain_ruler.ruler import (
     string_match_all,
     string_match_part,
 )
-from mtrain_ruler.ruler_files import Sources
+from mtrain_extras.ruler.ruler_files import Sources
 
 # First half of the SHA-256 of the files that NVIDIA/RULER, commit c3f5e3b, writes with the small
 # tokenizer, seed 42 and wonderwords 3.0.1. Key: (how the tokenizer cuts, task, length, samples).

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_ruler.ruler_files import (
+from mtrain_extras.ruler.ruler_files import (
     Question,
     Sample,
     read_haystack,

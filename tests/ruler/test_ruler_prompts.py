@@ -10,9 +10,9 @@ from evaluation.small_tokenizer import write_small_tokenizer
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import open_tokenizer
-from mtrain_ruler import ruler_templates
-from mtrain_ruler.ruler_files import Question, Questions
-from mtrain_ruler.ruler_prompts import (
+from mtrain_extras.ruler import ruler_templates
+from mtrain_extras.ruler.ruler_files import Question, Questions
+from mtrain_extras.ruler.ruler_prompts import (
     ChainPrompts,
     CommonWordPrompts,
     Draft,
@@ -26,7 +26,7 @@ from mtrain_ruler.ruler_prompts import (
     fitting,
     frequent_words,
 )
-from mtrain_ruler.ruler_templates import Template
+from mtrain_extras.ruler.ruler_templates import Template
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_ruler import word_lists
-from mtrain_ruler.word_lists import HyphenPairs, adjective_nouns, all_words, identity
+from mtrain_extras.ruler import word_lists
+from mtrain_extras.ruler.word_lists import HyphenPairs, adjective_nouns, all_words, identity
 
 _WORDS = st.lists(st.text(alphabet="ab-", min_size=1, max_size=4), min_size=1, max_size=8)
 

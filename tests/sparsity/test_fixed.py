@@ -17,6 +17,7 @@ def test_fixed_has_the_configured_counts_and_depends_only_on_the_seed():
     assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
     assert index.max_slashes == 7
     assert bool(index.slashes[..., :2].all())
+    assert index.has_own_blocks
     assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
     assert same_index(index, fixed_index(seed=1, **shape))

@@ -76,6 +76,7 @@ def test_vertical_slash_equals_its_definition(documents, changed):
     assert not index.max_slashes or int(index.slashes.sum(-1).max()) <= index.max_slashes, (
         "the host must know a bound"
     )
+    assert index.has_own_blocks
     blocks = masked.geometry.blocks
     for b in range(2):
         length = masked.masks[b].length
@@ -185,6 +186,7 @@ def test_token_diagonals_equal_a_loop_over_last_queries(seq, heads, kv_heads, do
         own = index.columns[0, h]
         assert own[own < blocks * BLOCK].tolist() == sorted(columns)
     assert not index.max_slashes or int(index.slashes.sum(-1).max()) <= index.max_slashes
+    assert index.has_own_blocks
     assert p.p_s > 0.1 or blocks < 4 or not index.slashes.all(-1).any(), "a choice must remain"
 
 

@@ -25,7 +25,7 @@ from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import all_keys
 from mtrain_cli.model import tokenizer_files
 from mtrain_cli.model.huggingface_config import config_json
-from mtrain_start.command import _kind, _seq
+from mtrain_extras.start.command import _kind, _seq
 
 WITHOUT = {
     "chat": "chat" not in open_groups().options["data"],
@@ -129,7 +129,7 @@ def test_an_extension_covers_four_times_the_models_length(here):
 def test_a_models_name_gives_the_length_of_its_config(base, tmp_path, monkeypatch):
     """The Hub is a server on loopback, which is asked for no weights."""
     pytest.importorskip("huggingface_hub")
-    from mtrain_places import entry, names
+    from mtrain_extras.places import entry, names
 
     monkeypatch.setattr(plugins, "places", lambda: [entry])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain_cli.evaluation.results import NATS, PERCENT, Result, ResultsFolder
-from mtrain_studies.cells import EVALUATION, Study
-from mtrain_studies.tiers import DENSE, Cell
+from mtrain_extras.studies.cells import EVALUATION, Study
+from mtrain_extras.studies.tiers import DENSE, Cell
 
 
 def write_results(study: Study, cell: Cell, samples: int = 1) -> ResultsFolder:

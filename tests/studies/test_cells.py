@@ -21,9 +21,25 @@ from mtrain_cli.evaluation.results import PERCENT, RESULTS, SAMPLES, Result, Res
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunLock
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_studies import cells
-from mtrain_studies.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words
-from mtrain_studies.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, UNTRAINED, Cell, digest
+from mtrain_extras.studies import cells
+from mtrain_extras.studies.cells import (
+    DONE,
+    EVALUATION,
+    Done,
+    Study,
+    estimated_flop,
+    training_words,
+)
+from mtrain_extras.studies.tiers import (
+    AGAIN,
+    DENSE,
+    EQUAL_TIME,
+    FIXED,
+    TIERS,
+    UNTRAINED,
+    Cell,
+    digest,
+)
 
 TINY = TIERS["tiny"]
 SPARSE = "vertical_slash-0.6"

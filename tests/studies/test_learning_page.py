@@ -8,9 +8,9 @@ from dataclasses import replace
 from reporting.test_html import figures_in
 from studies.test_learning_tables import A, summary
 
-from mtrain_studies import learning_page
-from mtrain_studies.cells import Done, Study
-from mtrain_studies.learning_page import figures, loss_by_step, write_page
+from mtrain_extras.studies import learning_page
+from mtrain_extras.studies.cells import Done, Study
+from mtrain_extras.studies.learning_page import figures, loss_by_step, write_page
 
 
 def test_the_page_has_tables_figures_and_commands(tmp_path):

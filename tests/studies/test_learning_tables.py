@@ -11,10 +11,10 @@ from studies.finished_cell import write_results
 from studies.test_outcomes import A, measured, three
 
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_studies import learning_tables
-from mtrain_studies.cells import DONE, Done, Study, estimated_flop, estimated_seconds
-from mtrain_studies.learning_tables import document, remarks, show_plan, show_summary, tables
-from mtrain_studies.outcomes import (
+from mtrain_extras.studies import learning_tables
+from mtrain_extras.studies.cells import DONE, Done, Study, estimated_flop, estimated_seconds
+from mtrain_extras.studies.learning_tables import document, remarks, show_plan, show_summary, tables
+from mtrain_extras.studies.outcomes import (
     FAILED,
     HELD,
     UNKNOWN,
@@ -25,8 +25,8 @@ from mtrain_studies.outcomes import (
     compare,
     spread_of,
 )
-from mtrain_studies.t_interval import Interval
-from mtrain_studies.tiers import FIXED, Cell, digest
+from mtrain_extras.studies.t_interval import Interval
+from mtrain_extras.studies.tiers import FIXED, Cell, digest
 
 
 def summary(difference: list[float]) -> Summary:

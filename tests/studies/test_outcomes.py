@@ -10,9 +10,9 @@ import pytest
 from studies.finished_cell import write_results
 
 from mtrain_cli.evaluation.results import NATS, PERCENT, RESULTS, Part, Result, ResultsFolder
-from mtrain_studies import outcomes
-from mtrain_studies.cells import DONE, EVALUATION, Done, Study
-from mtrain_studies.outcomes import (
+from mtrain_extras.studies import outcomes
+from mtrain_extras.studies.cells import DONE, EVALUATION, Done, Study
+from mtrain_extras.studies.outcomes import (
     BETTER,
     FAILED,
     HELD,
@@ -37,8 +37,8 @@ from mtrain_studies.outcomes import (
     summarize,
     unlike_dense,
 )
-from mtrain_studies.t_interval import Interval, interval
-from mtrain_studies.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
+from mtrain_extras.studies.t_interval import Interval, interval
+from mtrain_extras.studies.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
 
 A = TIERS["a"]
 SPARSE = "vertical_slash-0.6"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_studies import package_corpus
-from mtrain_studies.package_corpus import BLOCK, block_hashes, rolling_hashes, shares_block
-from mtrain_studies.tiers import TIERS
+from mtrain_extras.studies import package_corpus
+from mtrain_extras.studies.package_corpus import BLOCK, block_hashes, rolling_hashes, shares_block
+from mtrain_extras.studies.tiers import TIERS
 
 TINY = replace(TIERS["tiny"], long_seq=512, base_steps=4, long_pairs=2)
 

@@ -8,7 +8,7 @@ import yaml
 from mtrain_cli import resource_dir
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.schema import LAYOUTS, ConfigError
-from mtrain_studies.published import PAPERS, chosen, names, read, read_file
+from mtrain_extras.studies.published import PAPERS, chosen, names, read, read_file
 
 ASKED = (
     *("table1", "table2", "table3", "llama-ruler", "fig6b", "fig7", "fig11", "fig12", "fig13"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_studies.published import (
+from mtrain_extras.studies.published import (
     MFU,
     SPEED,
     PublishedRow,
@@ -17,9 +17,9 @@ from mtrain_studies.published import (
     names,
     read,
 )
-from mtrain_studies.published_predictions import predict_table
-from mtrain_studies.published_tables import errors
-from mtrain_studies.study_published import _scenario
+from mtrain_extras.studies.published_predictions import predict_table
+from mtrain_extras.studies.published_tables import errors
+from mtrain_extras.studies.study_published import _scenario
 
 
 def predicted(table: PublishedTable):

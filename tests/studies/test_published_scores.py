@@ -10,8 +10,8 @@ import pytest
 from studies.test_study_published import run
 
 from mtrain_cli.evaluation.results import ABOUT, RESULTS, Result
-from mtrain_studies.published import read
-from mtrain_studies.published_scores import scored_table
+from mtrain_extras.studies.published import read
+from mtrain_extras.studies.published_scores import scored_table
 
 ONE = Result("k", "ruler:vt", 16384, "dense", "", 10, 2, 40.0, None, "%")
 

@@ -11,7 +11,7 @@ import pytest
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.reporting.elements import report_section
 from mtrain_cli.reporting.table import Lines, Table
-from mtrain_studies.published_tables import (
+from mtrain_extras.studies.published_tables import (
     StudyTable,
     StudyValue,
     errors,

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
-from mtrain_studies.cells import Study
-from mtrain_studies.tiers import TIERS
+from mtrain_extras.studies.cells import Study
+from mtrain_extras.studies.tiers import TIERS
 
 
 @pytest.mark.parametrize("words", [["table3"], ["published"], ["burst"]])

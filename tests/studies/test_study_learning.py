@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.launch import local
-from mtrain_studies import cells, package_corpus, study_learning
-from mtrain_studies.cells import Done, Study
-from mtrain_studies.tiers import TIERS, cells_of, digest
+from mtrain_extras.studies import cells, package_corpus, study_learning
+from mtrain_extras.studies.cells import Done, Study
+from mtrain_extras.studies.tiers import TIERS, cells_of, digest
 
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
 

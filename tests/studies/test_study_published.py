@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
-from mtrain_studies import published
+from mtrain_extras.studies import published
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +83,8 @@ def test_a_mistake_is_one_line(words, problem):
 
 
 def test_shipped_profiles_hold_the_measured_degrees():
-    from mtrain_studies.published import read
-    from mtrain_studies.study_published import _measured
+    from mtrain_extras.studies.published import read
+    from mtrain_extras.studies.study_published import _measured
 
     rows = {row.name: row for row in read("table3").rows}
     value, where = _measured(rows["with zigzag"], "worker degree")

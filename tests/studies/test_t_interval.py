@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_studies.t_interval import Interval, interval, t_probability, t_quantile
+from mtrain_extras.studies.t_interval import Interval, interval, t_probability, t_quantile
 
 
 @pytest.mark.parametrize(

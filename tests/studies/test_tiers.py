@@ -8,7 +8,16 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_studies.tiers import BASE, DENSE, EQUAL_TIME, FIXED, TIERS, Cell, cells_of, digest
+from mtrain_extras.studies.tiers import (
+    BASE,
+    DENSE,
+    EQUAL_TIME,
+    FIXED,
+    TIERS,
+    Cell,
+    cells_of,
+    digest,
+)
 
 TINY, A = TIERS["tiny"], TIERS["a"]
 

@@ -15,8 +15,8 @@ from reporting.training_runs import step as metrics_of
 from mtrain_cli.commands.train import load_callbacks
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.records.metrics import MetricsWriter
-from mtrain_trackers import follower as module
-from mtrain_trackers.follower import follower
+from mtrain_extras.trackers import follower as module
+from mtrain_extras.trackers.follower import follower
 
 
 def fail(line, **_):
@@ -318,7 +318,7 @@ def test_mlflow_names_a_changed_setting_once(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
-    from mtrain_trackers.mlflow import Mlflow
+    from mtrain_extras.trackers.mlflow import Mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())

@@ -85,10 +85,12 @@ def _covered_columns(
     COLUMN_POSITIONS,
     QUERY_BLOCKS,
     COVERED,
+    rows,
     width,
     BLOCKS,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
+    OF_TILES: tl.constexpr,
 ):
     i = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -97,43 +99,55 @@ def _covered_columns(
     for begin in range(0, width // 32, WORDS):
         word = begin + tl.arange(0, WORDS)
         valid = word < width // 32
-        positions = tl.load(
-            COLUMN_POSITIONS + bh * width + word[:, None] * 32 + bit[None, :],
-            mask=valid[:, None],
-            other=0,
-        )
+        if OF_TILES:  # column 8 j + 2 w + e of a tile has bit 2 j + e of its word w
+            place = (word // 4 * 128 + word % 4 * 2)[:, None] + (bit // 2 * 8 + bit % 2)[None, :]
+        else:
+            place = word[:, None] * 32 + bit[None, :]
+        positions = tl.load(COLUMN_POSITIONS + bh * width + place, mask=valid[:, None], other=0)
         diagonal = qb - positions // BLOCK
         covered = tl.load(
             SLASH + bh * BLOCKS + diagonal, mask=(diagonal >= 0) & valid[:, None], other=1
         ).to(tl.int32)
+        if OF_TILES:
+            covered = 1 - covered
         tl.store(
-            COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word,
+            COVERED + (bh * rows + i) * (width // 32) + word,
             tl.sum(covered << bit[None, :], 1),
             mask=valid,
         )
 
 
 def covered_columns(
-    slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int
+    slash: torch.Tensor,
+    column_positions: torch.Tensor,
+    query_blocks: torch.Tensor,
+    block: int,
+    of_tiles: bool = False,
 ) -> torch.Tensor:
     """Return which columns each query block must skip, one bit per column.
 
     A query block skips a column that a chosen diagonal already computes, or that is in a later
     block. The result is int32 [batch * heads, query blocks, width / 32].
+
+    of_tiles: return the columns that a query block does not skip instead, in the order of
+        `attention.block_lists.word_and_bit` in tiles of 128 columns, for at least 2 query blocks.
     """
     flat, width = column_positions.shape
+    rows = max(2, query_blocks.numel()) if of_tiles else query_blocks.numel()
     covered = torch.empty(
-        flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=column_positions.device
+        flat, rows, width // 32, dtype=torch.int32, device=column_positions.device
     )
     _covered_columns[(query_blocks.numel(), flat)](
         slash,
         column_positions,
         query_blocks,
         covered,
+        rows,
         width,
         slash.shape[-1],
         BLOCK=block,
         WORDS=16,
+        OF_TILES=of_tiles,
     )
     return covered
 

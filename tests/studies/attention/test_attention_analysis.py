@@ -10,10 +10,10 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.rope import rotate, rotation
 from mtrain_cli.profiling.pattern_quality import Measurement, Place, worker_alone
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_studies.attention.analysis import AttentionAnalyzer, _rope_rows
-from mtrain_studies.attention.request import AttentionRequest
-from mtrain_studies.attention.rope_analysis import RopeAnalysis
-from mtrain_studies.attention.score_variance import VarianceShares
+from mtrain_extras.studies.attention.analysis import AttentionAnalyzer, _rope_rows
+from mtrain_extras.studies.attention.request import AttentionRequest
+from mtrain_extras.studies.attention.rope_analysis import RopeAnalysis
+from mtrain_extras.studies.attention.score_variance import VarianceShares
 
 SEQ, LAYERS, HEADS = 128, 2, 4
 SMALL = (

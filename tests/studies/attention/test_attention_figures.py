@@ -7,9 +7,9 @@ from studies.attention.test_attention_findings import files
 
 from mtrain_cli.reporting.elements import figure
 from mtrain_cli.reporting.plots import Figure
-from mtrain_studies.attention import findings as attention_findings
-from mtrain_studies.attention.figures import attention_figures
-from mtrain_studies.attention.files import AttentionFiles
+from mtrain_extras.studies.attention import findings as attention_findings
+from mtrain_extras.studies.attention.figures import attention_figures
+from mtrain_extras.studies.attention.files import AttentionFiles
 
 
 def drawn(*named) -> dict[str, Figure]:

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_studies.attention.files import (
+from mtrain_extras.studies.attention.files import (
     KEYS,
     AttentionFiles,
     HeadMap,

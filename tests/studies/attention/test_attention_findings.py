@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from mtrain_studies.attention import findings as subject
-from mtrain_studies.attention.files import (
+from mtrain_extras.studies.attention import findings as subject
+from mtrain_extras.studies.attention.files import (
     COLUMNS,
     KEYS,
     AttentionFiles,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_studies.attention import attention_map as subject
-from mtrain_studies.attention.attention_map import attention_map
+from mtrain_extras.studies.attention import attention_map as subject
+from mtrain_extras.studies.attention.attention_map import attention_map
 
 TOKENS, DIM = 90, 8
 

@@ -8,7 +8,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_studies.attention.request import AttentionRequest
+from mtrain_extras.studies.attention.request import AttentionRequest
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,9 +7,9 @@ import io
 from studies.attention.test_attention_findings import files
 
 from mtrain_cli.console import Console
-from mtrain_studies.attention import findings as attention_findings
-from mtrain_studies.attention.files import AttentionFiles
-from mtrain_studies.attention.tables import tables
+from mtrain_extras.studies.attention import findings as attention_findings
+from mtrain_extras.studies.attention.files import AttentionFiles
+from mtrain_extras.studies.attention.tables import tables
 
 
 def test_tables_have_a_row_per_layer_and_one_for_all():

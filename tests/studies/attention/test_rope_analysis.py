@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtrain_cli.model.rope import rotate, rotation
-from mtrain_studies.attention.rope_analysis import (
+from mtrain_extras.studies.attention.rope_analysis import (
     RotaryFrequencies,
     analyze_rope,
     determination,

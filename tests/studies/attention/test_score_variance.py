@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_studies.attention import score_variance as subject
-from mtrain_studies.attention.score_variance import (
+from mtrain_extras.studies.attention import score_variance as subject
+from mtrain_extras.studies.attention.score_variance import (
     ScoreSums,
     SeenPairs,
     score_sums,

@@ -9,7 +9,7 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity import recall as rows_subject
 from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_studies.attention.top_keys import top_keys
+from mtrain_extras.studies.attention.top_keys import top_keys
 
 SEQ, HEADS, DIM, BLOCK = 96, 4, 8, 16
 COUNTS = (1, 5, 96)

@@ -1,0 +1,1 @@
+"""`mtrain profile kernels`, `links`, `non-attention` and `step`, by entry points: measurements."""
