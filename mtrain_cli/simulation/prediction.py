@@ -21,6 +21,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.cluster import Cluster, Constant, Gpu
+from mtrain_cli.config.exchanges import OURS, RingVariant
 from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
@@ -334,7 +335,7 @@ def predict(
     bounds: bool = True,
     choice: ExchangeChoice | None = None,
     prices: RowPrices | None = None,
-    overlap: str = "all",
+    variant: RingVariant = OURS,
 ) -> Prediction:
     """Predict the attention of one configuration.
 
@@ -345,7 +346,7 @@ def predict(
         bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: of rows, for a balanced layout; None for those on ``cluster``.
-        overlap: see `timeline.play`.
+        variant: how the rings run.
 
     Raises:
         ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
@@ -367,7 +368,7 @@ def predict(
             own_kernel = name if own.sparse or first is None else dense
             if not players:
                 fits = rows and _rows_of(case, recompute) * len(problem.layers) <= MOST_ROWS
-            details = own_kernel, calibration, slow, recompute, overlap
+            details = own_kernel, calibration, slow, recompute, variant
             of_case = partial(_CasePlayer, cluster, own, *details)
             long = not (slow or fits) and is_long(case.counter, own.first_index)
             per_node = cluster.gpus_per_node
@@ -432,11 +433,11 @@ class _CasePlayer:
         calibration: Calibration | None,
         slow: Mapping[int, float],
         recompute: Recompute,
-        overlap: str,
+        variant: RingVariant,
         case: ReplayCase,
     ) -> None:
         self.problem, self.case, self.slow, self.recompute = problem, case, slow, recompute
-        self.overlap = overlap
+        self.overlap = variant.overlap
         self.spmd = spmd = SpmdSchedule.of(case.schedule)
         # If the workers only share heads, each computes whole sequences, whatever the layout.
         lists = case.setup.layout == "striped" and case.schedule.heads != case.setup.workers
@@ -450,7 +451,8 @@ class _CasePlayer:
         own = isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, gpu)
         head_dim = problem.made.head_dim
         stripe = case.layout.block_size if kernels.by_stripes else 0
-        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=own, stripe=stripe)
+        of_case = cluster, kernels, case.sizes, spmd, head_dim
+        costs = Costs(*of_case, measured=own, stripe=stripe, order=variant.order)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
@@ -495,8 +497,10 @@ class _CasePlayer:
             if direction == RECOMPUTE:
                 program = program.recomputed(self.recompute)
             keep = rows and bound == VALUE
-            details = {"slow": self.slow, "rows": keep, "overlap": self.overlap}
-            times[direction][bound] = play(program, self.spmd, prices, **details)
+            of_pass = program, self.spmd, prices
+            times[direction][bound] = play(
+                *of_pass, slow=self.slow, rows=keep, overlap=self.overlap
+            )
         return _PlayedLayer(layer, work, sizes.column_width, times)
 
 

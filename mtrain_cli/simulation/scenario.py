@@ -12,6 +12,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.cluster import Cluster, load_cluster, shipped
+from mtrain_cli.config.exchanges import OURS, RingVariant
 from mtrain_cli.config.pattern_settings import (
     BlockTopkSettings,
     FixedSettings,
@@ -238,7 +239,7 @@ def _blocks(config: Config) -> int:
 class Scenario:
     """A training run to predict.
 
-    words: settings as the user typed them. overlap: see `timeline.play`.
+    words: settings as the user typed them. variant: how the rings run.
     """
 
     config: Config
@@ -247,7 +248,7 @@ class Scenario:
     slow: Mapping[int, float] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
-    overlap: str = "all"
+    variant: RingVariant = OURS
 
     def sets(self, key: str) -> bool:
         return any(word.startswith(f"{key}=") for word in self.words)
@@ -387,7 +388,7 @@ def _predict_slowest(
                 setup,
                 slow=slow,
                 calibration=scenario.calibration,
-                overlap=scenario.overlap,
+                variant=scenario.variant,
                 **details,
             )
             for place in range(places)

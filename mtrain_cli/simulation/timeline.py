@@ -95,8 +95,8 @@ def play(
         program: rank 0's program.
         start: [workers], microseconds at which each rank starts; None for 0.
         slow: factor by which the computation of a rank takes longer.
-        overlap: which messages overlap with computation, one of `exchanges.OVERLAPS`. A rank waits
-            for the others as soon as it has posted them.
+        overlap: see `exchanges.RingVariant`. A rank waits for the other messages as soon as it has
+            posted them.
     """
     direction, workers = prices.direction, spmd.grid.workers
     everyone, transfers = np.ones(workers), spmd.transfers(direction)
