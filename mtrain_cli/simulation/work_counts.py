@@ -276,7 +276,8 @@ class WorkCounter:
         i, n = part
         heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
         on, columns = (t.cpu().numpy()[kind.rows, heads] for t in (index.slashes, index.columns))
-        return on.reshape(-1, self.blocks), columns.reshape(-1, columns.shape[-1])
+        on = on.reshape(-1, self.blocks)
+        return on, columns.reshape(len(on), columns.shape[-1])
 
     def _of_lines(self, index: Index | None, part: Part) -> _Table:
         table = _Table.empty(self.groups, 1 if self.sums_only else self.groups)
