@@ -25,7 +25,7 @@ PAGE, METHOD = ROOT / "docs/studies.md", ROOT / "docs/sparse-attention.md"
 RESULTS = ROOT / "profiles/learning"
 LOSS, KEYS, NEEDLES = "long_loss", "key_loss", "needles"
 PLACES = {"inside": "probed rows", "tail": "tail", "elsewhere": "elsewhere"}
-MEASURES = {LOSS: "loss", KEYS: "key tokens", NEEDLES: "needles"} | PLACES
+MEASURES = {LOSS: "loss", KEYS: "key tokens", NEEDLES: "needles", "inside": "in probed rows"}
 SPARSE = "vertical_slash-0.6"
 WITH_DENSE_LAYERS = f"{SPARSE}-dense-layers"
 # Cells of the tables about the two uses of a trained model, with words for them.

@@ -40,7 +40,7 @@ from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import nearest
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import job_rank
+from mtrain_cli.launch.job import job_rank, tell_rank_zero
 from mtrain_cli.printable import one_line, printable
 
 ORDER = (
@@ -141,7 +141,9 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
 
 def _print_problems(problems: Iterable[str]) -> None:
     """Print each problem on stderr, by one rank per machine: all ranks of a job find the same."""
-    rank = job_rank()
+    rank, problems = job_rank(), list(problems)
+    if rank:
+        tell_rank_zero(problems)
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
     for problem in problems:

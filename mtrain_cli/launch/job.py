@@ -12,13 +12,16 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.grouping import show_spans, spans
+from mtrain_cli.launch.failures import RunError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -27,6 +30,8 @@ STORE_TIMEOUT = timedelta(minutes=10)
 # Environment variables that a user may set for a job. MASTER_ADDR and MASTER_PORT are others.
 SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
+_HELLO, _JOINED, _NOTE = "mtrain hello", "mtrain joined", "mtrain note"  # keys before the first
+_NOTE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
-    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    torchrun_serves = _torchrun_serves()
     try:
         serves = job.rank == 0 and not torchrun_serves
         store = dist.TCPStore(
@@ -176,6 +181,7 @@ def job_store(job: Job) -> Store:
             job.world_size,
             is_master=serves,
             timeout=STORE_TIMEOUT,
+            wait_for_workers=torchrun_serves,
             # Without a socket of ours, torch would listen on every interface.
             master_listen_fd=listen(job, job.master_port).detach() if serves else None,
         )
@@ -186,8 +192,65 @@ def job_store(job: Job) -> Store:
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
             "rank 0's address and port."
         ) from error
+    if not torchrun_serves:
+        _meet(job, store)
     # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
+
+
+def _torchrun_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _meet(job: Job, store: Store) -> None:
+    """Wait on rank 0 for all ranks, or for a note of one that does not come (`tell_rank_zero`).
+
+    torchrun does this itself: where it serves the store, it ends all ranks after the first.
+    """
+    if job.rank:
+        try:
+            size = int(_unseal(_HELLO, store.get(_HELLO)))
+            if size != job.world_size:
+                name = "SLURM_NTASKS" if job.launcher == "slurm" else "WORLD_SIZE"
+                raise ConfigError(
+                    f"{name}={job.world_size}: rank {job.rank} on {socket.gethostname()} was "
+                    f"started with this value, rank 0 with {size}. Start all ranks with the same "
+                    "number."
+                )
+        except ConfigError as error:
+            store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *error.problems])))
+            raise
+        store.add(f"{_JOINED}/{job.rank}", 1)
+        store.add(_JOINED, 1)
+        return
+    store.set(_HELLO, _seal(_HELLO, str(job.world_size)))
+    end = time.monotonic() + STORE_TIMEOUT.total_seconds()
+    while store.add(_JOINED, 0) < job.world_size - 1:
+        if store.check([_NOTE]):
+            rank, *problems = json.loads(_unseal(_NOTE, store.get(_NOTE)))
+            raise ConfigError(*(f"rank {rank}: {problem}" for problem in problems))
+        if time.monotonic() > end:
+            late = [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]
+            raise ConfigError(
+                f"WORLD_SIZE={job.world_size}: rank {show_spans(spans(late))} did not come within "
+                f"{STORE_TIMEOUT.total_seconds():g} s. Start all ranks within this time."
+            )
+        time.sleep(0.05)
+
+
+def tell_rank_zero(problems: Iterable[str]) -> None:
+    """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise."""
+    with contextlib.suppress(Exception):
+        job = current_job()
+        if job is None or job.rank == 0 or _torchrun_serves() or job_store.cache_info().misses:
+            return  # or it has met rank 0, and has told it
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            job.address, job.master_port, job.world_size, is_master=False, timeout=_NOTE_TIMEOUT,
+            wait_for_workers=False,
+        )  # fmt: skip
+        store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *problems])))
 
 
 def listen(job: Job, port: int) -> socket.socket:
@@ -256,7 +319,14 @@ def decide_on_rank_zero(action: Callable[[], str]) -> str:
             raise
         store.set(key, _seal(key, json.dumps({"text": text})))
         return text
-    answer = json.loads(_unseal(key, store.get(key)))
+    try:
+        content = store.get(key)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {job.rank}: rank 0 has ended, or does not answer ({reason}). See its output."
+        ) from error
+    answer = json.loads(_unseal(key, content))
     if "exit_code" in answer:
         raise SystemExit(answer["exit_code"])
     return answer["text"]

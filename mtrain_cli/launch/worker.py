@@ -192,6 +192,7 @@ def _run_target(
     store = dist.PrefixStore("process_group", store)
     with _explain_timeouts(config, job.rank):
         progress_record.note("waits for all ranks to join", progress_record.SEVERAL)
+        _require_interfaces()
         backend, device = "gloo", None
         if environment.device == "cuda":
             import torch
@@ -226,6 +227,16 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
             f"this for another worker{details}, and no worker reported an error. Increase the "
             "value, or look in the run's logs/ for the worker that hangs."
         ) from error
+
+
+def _require_interfaces() -> None:
+    present = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in present:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name}: {socket.gethostname()} has no such network interface; "
+                f"it has {', '.join(present)}"
+            )
 
 
 def _require_same_versions(expected: dict[str, str], rank: int) -> None:

@@ -12,6 +12,8 @@ from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.job import tell_rank_zero
 from mtrain_cli.launch.local import launch
 
 
@@ -42,7 +44,11 @@ def main() -> None:
         )
     except ConfigError as error:
         print(f"before the workers: {error}", file=sys.stderr)
+        tell_rank_zero(error.problems)
         sys.exit(2)
+    except RunError as error:
+        print(f"before the workers: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

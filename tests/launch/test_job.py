@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import warm
 
 import mtrain_cli
@@ -35,11 +37,13 @@ class SimulatedJob:
         of_rank: dict[int, list[str]] | None = None,
         late: dict[int, float] | None = None,
         torch_of: dict[int, str] | None = None,
+        variables_of: dict[int, dict[str, str]] | None = None,
     ) -> None:
         """Start the tasks.
 
         late: delays a rank's connection to rank 0's hub, in seconds.
         torch_of: the version of torch that a rank's machine seems to have.
+        variables_of: more environment variables of a rank.
         """
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -61,6 +65,7 @@ class SimulatedJob:
                     [str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]
                 ),
             }
+            variables |= (variables_of or {}).get(rank, {})
             own = (of_rank or {}).get(rank, [])
             words = [target, "topology.device=cpu", *overrides, *own]
             self.ranks.append(
@@ -192,6 +197,39 @@ def test_ranks_with_other_versions_end_before_they_wait_for_each_other():
     )
     assert ends[1][1] == ""
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "expected"),
+    [
+        ({"MTRAIN_SECRET": "b" * 32}, [], "MTRAIN_SECRET: an entry in the job's store was written"),
+        ({"SLURM_NTASKS": "4"}, [], "rank 2: SLURM_NTASKS=4: rank 2 on "),
+        ({}, ["seq=abc"], "rank 2: seq=abc: expected a number of tokens"),
+    ],
+    ids=["secret", "number of ranks", "mistake"],
+)
+def test_rank_0_learns_at_once_why_a_rank_does_not_come(own, words, expected):
+    same = {rank: {"MTRAIN_SECRET": "a" * 32} for rank in range(3)}
+    job = SimulatedJob(
+        "adds_ranks", 3, "run.dir=run", of_rank={2: words}, variables_of={**same, 2: same[2] | own}
+    )
+    codes, errors = zip(*job.ends(), strict=True)
+    assert (codes[0], codes[2]) == (2, 2)
+    assert codes[1] != 0
+    assert errors[0].startswith(f"before the workers: {expected}")
+    assert "Traceback" not in errors[1]
+    assert not Path("run").exists()
+
+
+def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
+    monkeypatch.setattr(jobs, "STORE_TIMEOUT", timedelta(seconds=0.3))
+    store = dist.HashStore()
+    late = Job("srun", 0, 5, 0, 1, "localhost", 1)
+    for rank in (1, 3):
+        store.add(f"{jobs._JOINED}/{rank}", 1)
+        store.add(jobs._JOINED, 1)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=5: rank 2, 4 did not come within 0.3 s"):
+        jobs._meet(late, store)
 
 
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():

@@ -13,9 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from golden import reach
@@ -50,6 +51,7 @@ def train(
     *,
     master: str | None = None,
     interface: str | None = "eth0",
+    own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     check: bool = True,
 ) -> Ended:
     """Run `mtrain train WORDS` in `folder` with `per_node` ranks on each node.
@@ -57,14 +59,17 @@ def train(
     words: of all ranks, or a list for each rank.
     master: MASTER_ADDR; by default, the IPv4 address of node 0.
     interface: GLOO_SOCKET_IFNAME; None leaves the choice to gloo.
+    own: more variables of a rank.
 
     Raises:
         RanksError: a rank fails, and `check` is set.
     """
     world = network.count * per_node
-    each = [list(words)] * world if isinstance(words[0], str) else [list(own) for own in words]
+    each = (
+        [list(words)] * world if isinstance(words[0], str) else [list(of_rank) for of_rank in words]
+    )
     ranks = []
-    for rank, own in enumerate(each):
+    for rank, of_rank in enumerate(each):
         node = rank // per_node
         variables = {
             "RANK": rank,
@@ -76,9 +81,10 @@ def train(
             "TORCHELASTIC_RUN_ID": "nodes",
         }
         variables |= {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+        variables |= own.get(rank, {})
         ranks.append(
             {
-                "words": ["train", *own],
+                "words": ["train", *of_rank],
                 "variables": {name: str(value) for name, value in variables.items()},
                 "namespaces": list(map(str, network.namespaces(node))),
                 "logs": str(folder / f"rank-{rank}"),

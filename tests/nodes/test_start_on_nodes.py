@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,28 @@ def test_a_node_with_other_data_is_refused_in_one_line(text, tmp_path):
         "the same data."
     ]
     assert ended.errors(1) == ended.errors(2) == ended.errors(3) == []
+
+
+SECRET_OF_RANK_0 = {"MTRAIN_SECRET": "a" * 32}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"MTRAIN_SECRET": "b" * 32}, "mtrain: MTRAIN_SECRET: "),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "error: GLOO_SOCKET_IFNAME=eth7: node1 has no such "),
+        ({"WORLD_SIZE": "3"}, "mtrain: rank 1: WORLD_SIZE=3: rank 1 on node1 was started with "),
+    ],
+    ids=["secret", "interface", "world size"],
+)
+def test_a_node_that_is_started_wrongly_is_named_on_the_first(own, expected, text, tmp_path):
+    words = [*bytes_table.settings("ring", text), STEPS]
+    variables = {0: SECRET_OF_RANK_0, 1: {**SECRET_OF_RANK_0, **own}}
+    started = time.monotonic()
+    with Network(2) as network:
+        ended = node_runs.train(network, words, tmp_path, own=variables, check=False)
+    assert ended.codes == [2, 2]
+    assert time.monotonic() - started < 60
+    lines = [line for line in ended.outputs[0].splitlines() if not line.startswith("[W")]
+    assert len(lines) == 1
+    assert lines[0].startswith(expected)
