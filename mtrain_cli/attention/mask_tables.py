@@ -74,8 +74,14 @@ class BlockPairs:
 
     def table(self) -> IntArray:
         """Return the number of pairs in each pair of blocks, int64 [rows, blocks]."""
-        table = np.zeros((self.rows, self.blocks + 1), np.int64)
-        table.flat[self.places] = self.changes
+        return self.rows_from(0, self.rows)
+
+    def rows_from(self, start: int, number: int) -> IntArray:
+        """Return ``number`` rows of `table` from row ``start`` on, or fewer at the end."""
+        number, wide = min(number, self.rows - start), self.blocks + 1
+        table = np.zeros((number, wide), np.int64)
+        here = slice(*np.searchsorted(self.places, (start * wide, (start + number) * wide)))
+        table.flat[self.places[here] - start * wide] = self.changes[here]
         return table.cumsum(1)[:, :-1]
 
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 DENSE, FIXED = "dense", "fixed"
 DEFAULT_CLUSTER, DEFAULT_LAYOUTS = "h200_1x8", ("zigzag", "striped")
 _SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
-_MOST_WORKERS = 4096
 # Settings that have an effect if a recording gives the shape of attention, and no model= the rest.
 _OF_SHAPE = ("seq", "topology.gpus_per_node", "train.kernel")
 # Settings that are the keys of `SimulateOptions` under another name.
@@ -471,10 +470,10 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def _check_workers(cluster: Cluster, count: int, virtual: bool) -> None:
-    most = min(cluster.gpus, _MOST_WORKERS)
+    most = min(cluster.gpus, MOST_WORKERS)
     if count > most:
         more = f"; for more, set nodes={-(-count // cluster.gpus_per_node)}"
-        more = more if cluster.outer is not None and count <= _MOST_WORKERS else ""
+        more = more if cluster.outer is not None and count <= MOST_WORKERS else ""
         raise ConfigError(
             f"workers={count}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}"
         )

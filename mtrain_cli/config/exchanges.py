@@ -10,6 +10,28 @@ from dataclasses import dataclass, field, replace
 
 from mtrain_cli.config.plugins import Plugins
 
+OVERLAPS, ORDERS = ("none", "keys", "all"), ("next", "ends")
+
+
+@dataclass(frozen=True)
+class RingVariant:
+    """How another implementation runs its rings, for predictions.
+
+    overlap: the messages that overlap with computation. ``keys``: all but gradients.
+    order: how a ring visits the GPUs. ``ends``: 0, W - 1, 1, W - 2, and so on.
+    """
+
+    overlap: str = "all"
+    order: str = "next"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("overlap", OVERLAPS), ("order", ORDERS)):
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={given}: allowed: {', '.join(allowed)}")
+
+
+OURS = RingVariant()
+
 
 @dataclass(frozen=True)
 class ExchangeTraits:

@@ -225,7 +225,7 @@ def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
 
 def too_many_to_count(layout: Layout) -> bool:
     """Return whether `largest_shares` would take too much memory to count blocks of rows."""
-    return layout.workers * layout.padded_seq // ROW_BLOCK > _MOST_COUNTED
+    return layout.workers * layout.padded_seq // row_block(layout) > _MOST_COUNTED
 
 
 class _RowPlanner:

@@ -19,6 +19,7 @@ from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
+from mtrain_cli.parallel.ring import shorter_rings
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
 
@@ -215,7 +216,8 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         shared_columns=_shared_columns(topology, needs),
         stages=_stages(topology, name, nodes),
     )
-    return replace(choice, channels=make_schedule(name, choice.options(needs.workers)).channels)
+    _, options = shorter_rings(name, choice.options(needs.workers))[0]
+    return replace(choice, channels=make_schedule(name, options).channels)
 
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:

@@ -336,17 +336,10 @@ class Program:
             yield op, live
             live.difference_update(op.frees)
 
-    def _alive(self, buffers: Iterable[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
+    def _alive(self, buffers: Set[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
         """Yield operations with the sizes of those of `buffers` that exist while they run."""
-        # Leave out repetitions: the steps of a long ring differ only in their buffers.
-        kinds: dict[Size, int] = {}
-        kind = {buffer: kinds.setdefault(self.sizes[buffer], len(kinds)) for buffer in buffers}
-        sizes, seen = list(kinds), set()
         for op, live in self.live():
-            alive = tuple(sorted(kind[buffer] for buffer in live if buffer in kind))
-            if (what := (type(op), op.scratch, alive)) not in seen:
-                seen.add(what)
-                yield op, [sizes[number] for number in alive]
+            yield op, [self.sizes[buffer] for buffer in live & buffers]
 
     @cached_property
     def _held(self) -> frozenset[tuple[type[Operation], Size]]:

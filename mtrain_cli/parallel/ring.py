@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import count
+from math import lcm
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
@@ -66,6 +68,31 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
 # round of the inner ring before it needs the shard (MTraining, section 4.2 and algorithm 2, whose
 # formula for inner neighbors omits the first rank of the node).
 ring, hierarchical_ring = (partial(_rings, name) for name in ("ring", "hierarchical_ring"))
+
+
+def shorter_rings(
+    exchange: str, options: ScheduleOptions, least: int = 16, unit: int = 1
+) -> tuple[tuple[Fraction, ScheduleOptions], ...]:
+    """Return the options of two shorter rings, the shortest first, each with a weight.
+
+    The steps of a long ring repeat. So its bytes and times are the weighted sums of those of two
+    rings with fewer workers and shards of the same size, and its peak memory is that of each.
+    Short rings and other exchanges stand for themselves, with weight 1.
+
+    least: number of shards in the shortest ring. unit: number of workers that divides both.
+    """
+    traits, heads = EXCHANGE_TRAITS[exchange], options.heads
+    unit = lcm(unit, max(options.per_node, heads) if traits.hierarchical else heads)
+    fewest = max(4 * unit, max(least, 4 * options.prefetch) * heads)
+    fewest = -(-fewest // unit) * unit
+    if traits.gathers or options.workers <= 2 * fewest:
+        return ((Fraction(1), options),)
+    times, found = Fraction(options.workers - fewest, fewest), []
+    for weight, workers in ((1 - times, fewest), (times, 2 * fewest)):
+        per_node = options.per_node if traits.hierarchical else workers
+        found.append((weight, replace(options, workers=workers, per_node=per_node)))
+    return tuple(found)
+
 
 Link = tuple[str, int, int]  # channel, rank to send to, rank to receive from
 

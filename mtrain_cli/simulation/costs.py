@@ -86,6 +86,7 @@ class Costs:
     scores: number of scores from which an index is estimated, as scores of `SCORE_DIMS`.
     measured: whether estimating this kind of index was measured on this GPU model.
     stripe: number of tokens per stripe, if a kernel takes one call per stripe; else 0.
+    order: see `exchanges.RingVariant`.
     """
 
     cluster: Cluster
@@ -94,10 +95,11 @@ class Costs:
     spmd: SpmdSchedule
     head_dim: int
     sparse: bool = False
-    estimated: int = 0
+    estimated: float = 0
     scores: float = 0.0
     measured: bool = True
     stripe: int = 0
+    order: str = "next"
     bound: str = VALUE
     _messages: dict[tuple, LinkPrice] = field(default_factory=dict, repr=False, compare=False)
 
@@ -120,18 +122,26 @@ class Costs:
 
     def crosses(self, transfer: SpmdTransfer) -> np.ndarray:
         """Return whether the message that each rank receives crosses nodes, bool [workers]."""
-        per_node, ranks = self.cluster.gpus_per_node, np.arange(self.spmd.grid.workers)
+        per_node, places = self.cluster.gpus_per_node, self._places
         if transfer.source is not None:
-            return transfer.source // per_node != ranks // per_node
-        return np.full(len(ranks), len({peer // per_node for peer in transfer.first.peers}) > 1)
+            return places[transfer.source] // per_node != places // per_node
+        return np.full(len(places), len({peer // per_node for peer in transfer.first.peers}) > 1)
 
     def copy_us(self, size: Size) -> float:
         return self.copied(size.of(self.sizes, self.spmd.grid.heads))
 
     @cached_property
+    def _places(self) -> IntArray:
+        """The GPU of each rank."""
+        ranks = np.arange(self.spmd.grid.workers)
+        if self.order == "ends":
+            return np.where(ranks % 2, len(ranks) - 1 - ranks // 2, ranks // 2)
+        return ranks
+
+    @cached_property
     def _cards(self) -> IntArray:
         shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
-        ranks, per_node = np.arange(self.spmd.grid.workers), self.cluster.gpus_per_node
+        ranks, per_node = self._places, self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
     def message(

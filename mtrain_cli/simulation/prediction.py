@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.cluster import Cluster, Constant, Gpu
+from mtrain_cli.config.exchanges import OURS, RingVariant
 from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
@@ -48,6 +50,7 @@ from mtrain_cli.simulation.costs import (
     Costs,
     LayerPrices,
 )
+from mtrain_cli.simulation.long_rings import is_long, mixed, shorter_cases
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
@@ -332,6 +335,7 @@ def predict(
     bounds: bool = True,
     choice: ExchangeChoice | None = None,
     prices: RowPrices | None = None,
+    variant: RingVariant = OURS,
 ) -> Prediction:
     """Predict the attention of one configuration.
 
@@ -342,6 +346,7 @@ def predict(
         bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: of rows, for a balanced layout; None for those on ``cluster``.
+        variant: how the rings run.
 
     Raises:
         ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
@@ -361,10 +366,14 @@ def predict(
             own = replace(problem, masks=masks, layers=tuple(numbers), full=None)
             dense = dense_kernel or kernel or default_kernel(cluster.gpu, None)
             own_kernel = name if own.sparse or first is None else dense
-            player = _CasePlayer(cluster, own, case, own_kernel, calibration, slow, recompute)
-            players.append(player)
+            if not players:
+                fits = rows and _rows_of(case, recompute) * len(problem.layers) <= MOST_ROWS
+            details = own_kernel, calibration, slow, recompute, variant
+            of_case = partial(_CasePlayer, cluster, own, *details)
+            long = not (slow or fits) and is_long(case.counter, own.first_index)
+            per_node = cluster.gpus_per_node
+            players.append(_LongPlayer(case, of_case, per_node) if long else of_case(case))
     player, case = players[0], players[0].case
-    fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     of_kernels = [remark for player in players for remark in player.kernels.remarks]
     remarks = [*dict.fromkeys(of_kernels), *_uncertain(cluster), *filter(None, [problem.remark])]
     if rows and not fits:
@@ -386,6 +395,14 @@ def predict(
         player.costs,
         tuple(layers),
     )
+
+
+def _rows_of(case: ReplayCase, recompute: Recompute) -> int:
+    """Return the number of records of a layer."""
+    forward, backward = case.schedule.forward[0], case.schedule.backward[0]
+    again = () if recompute is Recompute.NOTHING else forward
+    each = sum(4 + 3 * len(step.transfers) for step in (*forward, *again, *backward))
+    return each * case.setup.workers
 
 
 def _uncertain(cluster: Cluster) -> list[str]:
@@ -412,13 +429,15 @@ class _CasePlayer:
         self,
         cluster: Cluster,
         problem: AttentionWorkload,
-        case: ReplayCase,
         kernel: str,
         calibration: Calibration | None,
         slow: Mapping[int, float],
         recompute: Recompute,
+        variant: RingVariant,
+        case: ReplayCase,
     ) -> None:
         self.problem, self.case, self.slow, self.recompute = problem, case, slow, recompute
+        self.overlap = variant.overlap
         self.spmd = spmd = SpmdSchedule.of(case.schedule)
         # If the workers only share heads, each computes whole sequences, whatever the layout.
         lists = case.setup.layout == "striped" and case.schedule.heads != case.setup.workers
@@ -432,17 +451,12 @@ class _CasePlayer:
         own = isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, gpu)
         head_dim = problem.made.head_dim
         stripe = case.layout.block_size if kernels.by_stripes else 0
-        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=own, stripe=stripe)
+        of_case = cluster, kernels, case.sizes, spmd, head_dim
+        costs = Costs(*of_case, measured=own, stripe=stripe, order=variant.order)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
         self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
-
-    @property
-    def rows_of_layer(self) -> int:
-        steps = [step for direction in self.directions for step in self.spmd.steps(direction)]
-        each = sum(4 + 3 * (len(step.post) + len(step.send)) for step in steps)
-        return each * self.case.setup.workers
 
     def play_layers(
         self, bounds: Sequence[str], *, rows: bool, alike: bool
@@ -462,7 +476,8 @@ class _CasePlayer:
         work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
         # Of all sizes, only those of single columns depend on the layer.
         sizes, seq = case.sizes_under(index), case.layout.padded_seq * len(self.problem.masks)
-        estimated = seq if self.problem.estimated and index is not None else 0
+        share = self.spmd.grid.workers / case.setup.workers  # less than 1 in a shorter ring
+        estimated = seq * share if self.problem.estimated and index is not None else 0.0
         times: dict[str, dict[str, PassTimes]] = {direction: {} for direction in self.directions}
         for direction, bound in product(self.directions, bounds):
             costs = replace(
@@ -470,7 +485,7 @@ class _CasePlayer:
                 sizes=sizes,
                 sparse=index is not None,
                 estimated=estimated,
-                scores=self.problem.scores if estimated else 0.0,
+                scores=self.problem.scores * share if estimated else 0.0,
             )
             prices = LayerPrices(costs, work, direction, self.masked)
             program = case.program(
@@ -482,8 +497,29 @@ class _CasePlayer:
             if direction == RECOMPUTE:
                 program = program.recomputed(self.recompute)
             keep = rows and bound == VALUE
-            times[direction][bound] = play(program, self.spmd, prices, slow=self.slow, rows=keep)
+            of_pass = program, self.spmd, prices
+            times[direction][bound] = play(
+                *of_pass, slow=self.slow, rows=keep, overlap=self.overlap
+            )
         return _PlayedLayer(layer, work, sizes.column_width, times)
+
+
+class _LongPlayer(_CasePlayer):
+    """Simulates shorter rings that stand for a long one."""
+
+    def __init__(
+        self, case: ReplayCase, of_case: Callable[[ReplayCase], _CasePlayer], per_node: int
+    ) -> None:
+        self.shorter = [(weight, of_case(own)) for weight, own in shorter_cases(case, per_node)]
+        vars(self).update(vars(self.shorter[0][1]) | {"case": case})
+
+    def play_layer(self, layer: int, bounds: Sequence[str], *, rows: bool) -> _PlayedLayer:
+        played = [(weight, of.play_layer(layer, bounds, rows=rows)) for weight, of in self.shorter]
+        times = {
+            direction: {b: mixed([(w, of.times[direction][b]) for w, of in played]) for b in bounds}
+            for direction in self.directions
+        }
+        return replace(played[0][1], times=times)
 
 
 def _passes(layers: Sequence[_PlayedLayer], directions: Sequence[str]) -> dict[str, PredictedPass]:
@@ -504,6 +540,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     )
     time = [degrees(t.attention[None], t.spent["columns"][None, :, 0]) for t in likely]
     work = [degrees(w.pairs[None], w.column_pairs[None]) for w in works]
+    if rings := [w.ring for w in works if w.ring is not None]:
+        time = work = [np.array([astuple(ring.balance)]).T for ring in rings]
     computing = ((t.attention.sum(1) + t.spent["columns"][:, 0]).mean() for t in likely)
     computed = [float(us) / max(t.duration, 1e-9) for us, t in zip(computing, likely, strict=True)]
     workers, zero = len(likely[0].end), np.zeros(1)

@@ -12,6 +12,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.cluster import Cluster, load_cluster, shipped
+from mtrain_cli.config.exchanges import OURS, RingVariant
 from mtrain_cli.config.pattern_settings import (
     BlockTopkSettings,
     FixedSettings,
@@ -40,7 +41,7 @@ DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 HOT = 1 / 12  # share of a synthetic list's pairs that lie in blocks seen by all later queries
 MOST_BLOCKS = 1 << 14  # of a synthetic list, whose size grows with their square
-MOST_CONTEXT = 64  # workers of a context group; predicting a larger one can take minutes
+MOST_CONTEXT = 64  # workers that share a sequence, if predicting more can take minutes
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
 
@@ -236,7 +237,10 @@ def _blocks(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training run to predict. words: settings as the user typed them."""
+    """A training run to predict.
+
+    words: settings as the user typed them. variant: how the rings run.
+    """
 
     config: Config
     problem: AttentionWorkload
@@ -244,6 +248,7 @@ class Scenario:
     slow: Mapping[int, float] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
+    variant: RingVariant = OURS
 
     def sets(self, key: str) -> bool:
         return any(word.startswith(f"{key}=") for word in self.words)
@@ -383,6 +388,7 @@ def _predict_slowest(
                 setup,
                 slow=slow,
                 calibration=scenario.calibration,
+                variant=scenario.variant,
                 **details,
             )
             for place in range(places)
@@ -537,7 +543,9 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
         problem = f"no cluster of mtrain has {has} {plan.hardware.gpu}; give topology.cluster=FILE"
     elif plan.dtype != "bfloat16":
         problem = f"kernels were measured in bfloat16, not in {plan.dtype}"
-    elif plan.dims.cp > MOST_CONTEXT:
+    elif plan.dims.cp > MOST_CONTEXT and (
+        config.sparsity.bitmap or config.mask.kind != "causal" or config.data.mask_key is not None
+    ):
         problem = f"{plan.dims.cp} workers share a sequence; `mtrain simulate` takes minutes"
     else:
         try:

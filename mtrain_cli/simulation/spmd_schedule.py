@@ -95,6 +95,12 @@ class RankGrid:
         own, (node, local) = self._own, divmod(group, self.size)
         return (own[0] + node) % self.nodes * self.size + (own[1] + local) % self.size
 
+    def seen_from(self, group: int, values: IntArray) -> IntArray:
+        """Order values of groups by their nodes and places before ``group``, [nodes, size]."""
+        node, local = divmod(group, self.size)
+        backwards = values.reshape(self.nodes, self.size)[::-1, ::-1]
+        return np.roll(backwards, (node + 1, local + 1), (0, 1))
+
     def ranks_of(self, rank: int) -> IntArray:
         """Translate a peer of rank 0 into that of each rank, [workers]."""
         assert rank % self.heads == 0
@@ -153,7 +159,7 @@ class SpmdSchedule:
 
 class _SpmdStepMaker:
     def __init__(self, grid: RankGrid) -> None:
-        self.grid = grid
+        self.grid, self.of_node = grid, grid.size * grid.heads
         # Shared arrays: costs and timeline recognize peers by their identity.
         self._ranks = lru_cache(None)(grid.ranks_of)
         self._lowest = lru_cache(None)(self._lowest_peers)
@@ -175,6 +181,14 @@ class _SpmdStepMaker:
         return SpmdTransfer(t, to, source, None, arriving, leaving)
 
     def _lowest_peers(self, of_heads: bool, peers: tuple[int, ...]) -> IntArray:
+        ranks, heads, of_node = np.arange(self.grid.workers), self.grid.heads, self.of_node
         if of_heads:
-            return np.arange(self.grid.workers) // self.grid.heads * self.grid.heads
+            return ranks // heads * heads
+        # Without a table [peers, workers]: all ranks, the ranks of a node, counterparts of nodes.
+        if peers == tuple(range(0, self.grid.workers, heads)):
+            return ranks % heads
+        if peers == tuple(range(0, of_node, heads)):
+            return ranks // of_node * of_node + ranks % heads
+        if peers == tuple(range(0, self.grid.workers, of_node)):
+            return ranks % of_node
         return np.min([self.grid.ranks_of(peer) for peer in peers], axis=0)

@@ -27,6 +27,7 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.operations import AddColumns, Arrange, Merge
 from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Copy, Post, Program, Wait
+from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.costs import FloatArray, LayerPrices, PricedMessage
 from mtrain_cli.simulation.spmd_schedule import RankGrid, SpmdSchedule
@@ -86,6 +87,7 @@ def play(
     start: FloatArray | None = None,
     slow: Mapping[int, float] = NOT_SLOW,
     rows: bool = False,
+    overlap: str = "all",
 ) -> PassTimes:
     """Simulate a pass, and return its times.
 
@@ -93,6 +95,8 @@ def play(
         program: rank 0's program.
         start: [workers], microseconds at which each rank starts; None for 0.
         slow: factor by which the computation of a rank takes longer.
+        overlap: see `exchanges.RingVariant`. A rank waits for the other messages as soon as it has
+            posted them.
     """
     direction, workers = prices.direction, spmd.grid.workers
     everyone, transfers = np.ones(workers), spmd.transfers(direction)
@@ -101,6 +105,7 @@ def play(
     if direction == recording.FORWARD:
         player.compute(recording.INDEX, -1, everyone * prices.costs.index_us())
     computing: dict[int, NDArray[np.bool_]] = {}
+    waited: set[int] = set()
     for op in program.operations:
         match op:
             case Begin():
@@ -108,8 +113,13 @@ def play(
             case Post():
                 transfer = transfers.get(op.transfer.number) or spmd.column_sum(op.transfer)
                 player.post(op.step, prices.message(transfer, op))
+                gradient = op.transfer.payload in GRADIENTS
+                if overlap == "none" or (overlap == "keys" and gradient):
+                    player.wait(op.step, op.transfer.number)
+                    waited.add(op.transfer.number)
             case Wait():
-                player.wait(op.step, op.number)
+                if op.number not in waited:
+                    player.wait(op.step, op.number)
             case Compute():
                 us = prices.attention(op.step)
                 computing[op.step] = us > 0

@@ -7,10 +7,10 @@ between two groups depend only on masks and layout, and are counted once for all
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +24,21 @@ from mtrain_cli.attention.index import (
 )
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockPairs
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Zigzag
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.simulation.causal_work import CausalRows, Chunks
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
+
+if TYPE_CHECKING:
+    from mtrain_cli.simulation.long_rings import RingWork
 
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
 # has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 AT_ONCE = 1 << 21  # most entries of a temporary table
+MOST_PLAYED = 512  # groups whose work is counted in each step
 Part = tuple[int, int]
 
 
@@ -48,6 +53,7 @@ class StepWork:
     of_columns: [workers, steps], pairs of single columns on no slash, which are in ``pairs``.
     hidden: [workers, steps], pairs of chosen blocks that the gate of the query hides. They are not
         in ``pairs``, but kernels compute whole blocks.
+    ring: the work of the long ring for which this one stands; None for its own work.
     """
 
     direction: str
@@ -57,10 +63,13 @@ class StepWork:
     column_pairs: IntArray
     of_columns: IntArray | None = None
     hidden: IntArray | None = None
+    ring: RingWork | None = None
 
     @property
     def total_pairs(self) -> IntArray:
         """Return the pairs of all steps and of gathered columns, [workers]."""
+        if self.ring is not None:
+            return self.ring.total_pairs
         return self.pairs.sum(1) + self.column_pairs
 
 
@@ -72,6 +81,8 @@ class WorkCounter:
     owner: int64 [padded_seq], the group that holds each position.
     block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
         blocks; an index is then impossible, and blocks are not counted.
+    chunk: tokens of the equal chunks that the layout deals out.
+    long: counts the work of the long ring for which this one stands; None in other cases.
     """
 
     schedule: Schedule
@@ -81,6 +92,8 @@ class WorkCounter:
     shared_columns: bool
     owner: IntArray
     block_owner: IntArray | None
+    chunk: int
+    long: Callable[[Index | None], RingWork] | None = None
 
     @staticmethod
     def make(
@@ -117,8 +130,15 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        owned = block_owner if whole else None
-        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, owner, owned)
+        owned, shared = block_owner if whole else None, padded * schedule.heads // layout.workers
+        equal = {
+            Contiguous.name: shared,
+            Zigzag.name: shared // 2,
+            Balanced.name: layout.block_size,
+        }
+        chunk = equal.get(layout.name, layout.block_size * schedule.heads)
+        of = owner, owned, chunk if layout.workers > schedule.heads else len(block_owner) * block
+        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, *of)
 
     @property
     def groups(self) -> int:
@@ -141,6 +161,8 @@ class WorkCounter:
         Raises:
             ValueError: the index does not fit this batch or lacks query blocks.
         """
+        if self.long is not None:
+            return self.long(index).spread(self.schedule)
         steps = dict(self._places)
         if rank is not None:
             steps = {name: places[places[:, 0] == rank] for name, places in steps.items()}
@@ -155,12 +177,10 @@ class WorkCounter:
         parts = sorted(wanted)
         if index is not None:
             self._check(index)
-        if index is None:
-            tables = self._dense(parts)
-        elif isinstance(index, BlockBitmap):
+        if isinstance(index, BlockBitmap):
             tables = self._of_bitmap(index, parts, np.unique(every[:, 4]))
         else:
-            tables = self._of_lines(index, parts)
+            tables = {part: self._of_lines(index, part) for part in parts}
         return {name: self._by_step(name, of, ranks, tables) for name, of in steps.items()}
 
     @cached_property
@@ -168,7 +188,7 @@ class WorkCounter:
         """Return a table by pass, int64 [rows, 6], with rows for steps that compute attention.
 
         Columns are rank, step, i, n (the i-th of n parts of the heads), query group, and key group:
-        ``groups`` for all keys. A step that computes several key groups has several rows per rank.
+        -1 for all keys. A step that computes several key groups has several rows per rank.
         """
         spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -181,7 +201,7 @@ class WorkCounter:
                 queries = spmd.grid.groups_of(step.queries)
                 for group in step.keys:
                     whole = step.keys == EVERYTHING
-                    keys = np.array(self.groups) if whole else spmd.grid.groups_of(group)
+                    keys = np.array(-1) if whole else spmd.grid.groups_of(group)
                     columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
                     rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
@@ -233,36 +253,46 @@ class WorkCounter:
                 same.rows.append(row)
         return kinds
 
-    def _dense(self, parts: Iterable[Part]) -> dict[Part, _Table]:
-        tables = {}
-        for part in parts:
-            table = tables[part] = _Table.empty(self.groups)
-            for kind in self._kinds:
-                heads = len(kind.rows) * self.heads // part[1]
-                pairs, blocks = kind.dense
-                table.pairs += heads * pairs
-                table.blocks += heads * blocks
-        return tables
+    @cached_property
+    def closed(self) -> bool:
+        """Whether all masks are one document in equal chunks (`CausalRows`)."""
+        return all(kind.chunks is not None for kind in self._kinds)
 
-    def _of_lines(self, index: Index, parts: Iterable[Part]) -> dict[Part, _Table]:
+    @cached_property
+    def sums_only(self) -> bool:
+        """Whether tables have one column, the sum over all key groups: in large gathers."""
+        gathers = self.schedule.gathers and self.schedule.stages == 1
+        return gathers and self.closed and self.groups > MOST_PLAYED
+
+    def lines(
+        self, index: Index | None, kind: _Kind, part: Part
+    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """Return the slashes and the columns of a part of the heads, [rows, blocks or width]."""
+        if index is None:
+            length = len(self.owner) if self.block_owner is None else self.blocks
+            number = len(kind.rows) * self.heads // part[1]
+            return np.full((1, length), number), np.empty((1, 0), np.int32)
         assert isinstance(index, VerticalSlash)
-        slashes, positions = index.slashes.cpu().numpy(), index.columns.cpu().numpy()
-        tables = {}
-        for i, n in parts:
-            heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
-            table = tables[i, n] = _Table.empty(self.groups)
-            for kind in self._kinds:
-                rows = list(kind.rows)
-                on = slashes[rows, heads].reshape(-1, self.blocks)
-                pairs, blocks = kind.diagonals.between(on.sum(0, dtype=np.int64))
-                table.pairs += pairs
-                table.blocks += blocks
-                columns, column_pairs = kind.columns.count(
-                    on, positions[rows, heads].reshape(len(on), -1)
-                )
+        i, n = part
+        heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
+        on, columns = (t.cpu().numpy()[kind.rows, heads] for t in (index.slashes, index.columns))
+        on = on.reshape(-1, self.blocks)
+        return on, columns.reshape(len(on), columns.shape[-1])
+
+    def _of_lines(self, index: Index | None, part: Part) -> _Table:
+        table = _Table.empty(self.groups, 1 if self.sums_only else self.groups)
+        if self.gathers_columns:  # only their sums are needed
+            table.column_pairs = table.column_pairs[:, :1]
+        for kind in self._kinds:
+            on, positions = self.lines(index, kind, part)
+            pairs, blocks = kind.between(on.sum(0, dtype=np.int64))
+            table.pairs += pairs
+            table.blocks += blocks
+            if positions.size:
+                columns, column_pairs = kind.column_pairs(on, positions)
                 table.column_pairs += column_pairs
                 table.columns += columns
-        return tables
+        return table
 
     def _of_bitmap(
         self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray
@@ -279,7 +309,7 @@ class WorkCounter:
         bits = index.bits.cpu().numpy().view(np.uint8)
         # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]
-        tables = {part: _Table.empty(self.groups) for part in parts}
+        tables = {part: _Table.empty(self.groups, self.groups) for part in parts}
         at_once = max(1, AT_ONCE // self.blocks)
         for begin in range(0, len(needed), at_once):
             rows, held = needed[begin : begin + at_once], slots[begin : begin + at_once]
@@ -348,8 +378,8 @@ class _Table:
     columns: int = 0
 
     @staticmethod
-    def empty(groups: int) -> _Table:
-        return _Table(*np.zeros((4, groups, groups), np.int64))
+    def empty(groups: int, keys: int) -> _Table:
+        return _Table(*np.zeros((4, groups, keys), np.int64))
 
 
 @dataclass(frozen=True)
@@ -359,23 +389,70 @@ class _Kind:
     counter: WorkCounter
 
     @cached_property
-    def diagonals(self) -> _Diagonals:
-        counter = self.counter
-        assert counter.block_owner is not None
-        return _latest_diagonals(self.mask, counter.block, counter.block_owner, counter.groups)
+    def chunks(self) -> Chunks | None:
+        """The chunks of a mask that is one causal document; None for other masks."""
+        counter, mask = self.counter, self.mask
+        block = 1 if counter.block_owner is None else counter.block
+        one = mask.is_causal_interval and not mask.low[:, : mask.length].any()
+        if not one or counter.chunk % block:
+            return None
+        return Chunks.of(mask.length, block, counter.owner, counter.chunk)
+
+    def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the pairs and the blocks of the chosen diagonals, as in `_Table`.
+
+        A mask that is no interval up to the query has only equally chosen diagonals.
+        """
+        counter, owner, chunks = self.counter, self.counter.block_owner, self.chunks
+        if chunks is not None:
+            both = [CausalRows(chunks, chosen, touched=touched) for touched in (False, True)]
+            if counter.sums_only:
+                pairs, blocks = (rows.sums()[:, None] for rows in both)
+            else:
+                pairs, blocks = (
+                    np.stack(list(map(rows.row, range(counter.groups)))) for rows in both
+                )
+            return pairs, blocks * (owner is not None)
+        if owner is None or not self.mask.is_causal_interval:
+            return chosen[0] * self.dense[0], chosen[0] * self.dense[1]
+        by_key = np.zeros((2, counter.groups, counter.blocks), np.int64)
+        for number, allowed in enumerate(self.block_pairs):
+            keys = slice(number + 1 - len(allowed), number + 1)
+            heads = chosen[: len(allowed)][::-1]
+            by_key[0, owner[number], keys] += heads * allowed
+            by_key[1, owner[number], keys] += heads * (allowed > 0)
+        pairs, blocks = (_summed(table.T, owner).T for table in by_key)
+        return pairs, blocks
+
+    def column_pairs(self, on: NDArray[Any], positions: NDArray[np.int32]) -> tuple[int, IntArray]:
+        """Return the number of columns, and their pairs on no slash, as in `_Table`."""
+        owner = self.counter.block_owner
+        assert owner is not None
+        keys = 0 * owner if self.counter.sums_only or self.counter.gathers_columns else owner
+        return column_pairs(self.last, self.counter.block, owner, keys, on, positions)
 
     @cached_property
-    def columns(self) -> ColumnCounter:
-        counter = self.counter
-        assert counter.block_owner is not None
-        return ColumnCounter.make(self.mask, counter.block, counter.block_owner, counter.groups)
+    def last(self) -> IntArray:
+        return self.mask.last()[: self.mask.length]
+
+    @cached_property
+    def block_pairs(self) -> list[IntArray]:
+        """The allowed pairs of each query block with the key blocks from the first seen to it."""
+        counter, rows = self.counter, np.arange(self.counter.blocks)
+        found, at_once = [], max(1, AT_ONCE // counter.blocks)
+        table = BlockPairs.make(self.mask, counter.block, counter.blocks)
+        for begin in rows[::at_once]:
+            for number, row in enumerate(table.rows_from(begin, at_once), begin):
+                seen = np.flatnonzero(row)
+                found.append(
+                    row[seen[0] if len(seen) else number + 1 : number + 1].astype(np.int32)
+                )
+        return found
 
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
         """Return the pairs and the blocks of one head, [groups, groups] each."""
         counter, mask = self.counter, self.mask
-        if counter.block_owner is not None and mask.is_causal_interval:
-            return self.diagonals.between(np.ones(counter.blocks, np.int64))
         pairs = np.zeros((counter.groups, counter.groups), np.int64)
         of_query = counter.owner[: mask.length]
         low, high = mask.low[:, : mask.length], mask.high[:, : mask.length]
@@ -409,202 +486,41 @@ def _touched_blocks(mask: SequenceMask, block: int, owner: IntArray, groups: int
     return total
 
 
-@dataclass(frozen=True)
-class _Diagonals:
-    """The pairs and blocks of each block diagonal, by (query group, key group).
+def column_pairs(
+    last: IntArray,
+    block: int,
+    owner: IntArray,
+    key_owner: IntArray,
+    slashes: NDArray[Any],
+    columns: NDArray[np.int32],
+) -> tuple[int, IntArray]:
+    """Count single columns without padding, and their pairs on no slash, [groups, key groups].
 
-    An entry is one diagonal of one (query group, key group) with allowed pairs; the entries of a
-    (query group, key group) form a run.
-
-    diagonal, pairs, blocks: [entries].
-    group_pair, start: [runs], query group * groups + key group, and the first entry.
+    last: [length], the last query that sees each key, or the keys from it on.
+    owner, key_owner: int64 [blocks], the groups that hold the queries and the keys of each block.
+    slashes, columns: [rows, blocks] and positions [rows, width], a row for each head and sequence.
     """
-
-    groups: int
-    diagonal: IntArray
-    pairs: IntArray
-    blocks: IntArray
-    group_pair: IntArray
-    start: IntArray
-
-    @staticmethod
-    def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-        blocks = len(owner)
-        table = BlockPairs.make(mask, block, blocks)
-        row, column = np.divmod(table.places, blocks + 1)
-        # Along a row of blocks, the number of allowed pairs changes in few places. So go from the
-        # main diagonal outwards, and change the value of a row only in these places.
-        away = row - column + 1
-        order = np.argsort(away, kind="stable")
-        row, changes = row[order], table.changes[order]
-        bounds = np.searchsorted(away[order], np.arange(blocks + 1))
-        value = np.zeros(blocks)
-        place = np.empty(groups * groups, np.int64)
-        found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
-        for d in range(blocks):
-            now = slice(bounds[d], bounds[d + 1])
-            value[row[now]] -= changes[now]
-            allowed = value[d:]
-            where = owner[d:] * groups + owner[: blocks - d]
-            names: IntArray | None = None
-            if groups * groups > 4 * blocks:  # only few pairs of groups occur
-                names, where = _distinct(where, place)
-            pairs = np.bincount(where, allowed)
-            some = np.flatnonzero(pairs)
-            if len(some):
-                number = np.bincount(where, allowed > 0)[some].astype(np.int64)
-                which = some if names is None else names[some]
-                found.append((which, np.full(len(some), d), pairs[some].astype(np.int64), number))
-        if not found:
-            nothing = np.empty(0, np.int64)
-            return _Diagonals(groups, nothing, nothing, nothing, nothing, nothing)
-        pair, diagonal, pairs, number = (
-            np.concatenate(columns) for columns in zip(*found, strict=True)
-        )
-        order = np.argsort(pair, kind="stable")
-        pair = pair[order]
-        start = np.flatnonzero(np.diff(pair, prepend=-1))
-        return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
-
-    def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pairs and the blocks of the chosen diagonals, [groups, groups] each.
-
-        chosen: int64 [blocks], number of heads that choose each diagonal.
-        """
-        pairs, blocks = np.zeros((2, self.groups * self.groups), np.int64)
-        if len(self.start):
-            weight = chosen[self.diagonal]
-            pairs[self.group_pair] = np.add.reduceat(weight * self.pairs, self.start)
-            blocks[self.group_pair] = np.add.reduceat(weight * self.blocks, self.start)
-        return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
+    row, at = np.nonzero(columns < len(last))
+    x, off, blocks = columns[row, at].astype(np.int64), (~slashes).astype(np.int64), len(owner)
+    own, end = x // block, last[x] // block
+    pairs = np.zeros((key_owner.max() + 1, blocks), np.int64)  # by key group and query block
+    # The rows of the column's own block that see it, and of the last block, if that is another.
+    seen = np.minimum(last[x], (own + 1) * block - 1) + 1 - x
+    np.add.at(pairs, (key_owner[own], own), off[row, 0] * seen)
+    seen = (end > own) * (last[x] - end * block + 1)
+    np.add.at(pairs, (key_owner[own], end), off[row, end - own] * seen)
+    # In the blocks between these two, all rows see all columns of a block.
+    alike, number = np.unique((row * blocks + own) * blocks + end, return_counts=True)
+    for place, count in zip(alike.tolist(), (number * block).tolist(), strict=True):
+        (head, start), stop = divmod(place // blocks, blocks), place % blocks
+        pairs[key_owner[start], start + 1 : stop] += count * off[head, 1 : stop - start]
+    return len(x), _summed(pairs.T, owner)
 
 
-_LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
-
-
-def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    first, held = (hashlib.sha256(values.tobytes()).digest() for values in (mask.first, owner))
-    key = mask.length, block, groups, first, held
-    if key not in _LATEST:
-        _LATEST.clear()
-        _LATEST[key] = _Diagonals.make(mask, block, owner, groups)
-    return _LATEST[key]
-
-
-def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Return distinct values and inverse indices, faster than `np.unique` and unsorted.
-
-    place: scratch array with more entries than the largest value.
-    """
-    each = np.arange(len(values))
-    place[values] = each
-    one = place[values]  # equal values have the same entry of ``place``
-    chosen = one == each
-    return values[chosen], (np.cumsum(chosen) - 1)[one]
-
-
-@dataclass(frozen=True)
-class ColumnCounter:
-    """Counts the pairs that single columns add to the slashes, by query group and key group.
-
-    All queries from a column to the end of its document see the column. The columns of one block
-    and document form a segment: they differ only in which rows of their own block see them. The
-    blocks of a group are cut into pieces, runs of adjacent blocks (stride 1) or, in a striped
-    layout, ``start, start + stride, ...``. A difference of prefix sums over every stride-th
-    diagonal counts a piece's blocks that lie on no slash.
-
-    owner: int64 [blocks], the group that holds each block.
-    segment: [length], the segment of each position.
-    key_block, last: [segments], the block of the segment, and the last query that sees it.
-    start: [pieces], first block of each piece.
-    """
-
-    length: int
-    block: int
-    groups: int
-    owner: IntArray
-    segment: IntArray
-    key_block: IntArray
-    last: IntArray
-    stride: int
-    start: IntArray
-
-    @staticmethod
-    def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> ColumnCounter:
-        own, last = np.arange(mask.length) // block, mask.last()[: mask.length]
-        begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
-        segments = np.cumsum(begins) - 1, own[begins], last[begins]
-        return ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
-
-    def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return the number of columns without padding, and of their pairs [groups, groups].
-
-        slashes: [rows, blocks], with one row per head and sequence.
-        columns: [rows, width], positions.
-        """
-        pairs = np.zeros((self.groups, self.groups), np.int64)
-        real = columns < self.length
-        row, x = np.nonzero(real)[0], columns[real].astype(np.int64)
-        if not len(x):
-            return 0, pairs
-        segments = len(self.last)
-        where = row * segments + self.segment[x]
-        number = np.bincount(where)
-        some = np.flatnonzero(number)
-        positions = np.bincount(where, x)[some].astype(np.int64)  # sum over a segment's columns
-        number = number[some]
-        row, of = np.divmod(some, segments)
-        own, last = self.key_block[of], self.last[of]
-        end = last // self.block
-        key_group = self.owner[own]
-        off = ~slashes
-        # First the rows of the column's own block that see the column. Then the rows of the last
-        # block of the document, if that is another block.
-        in_own = off[row, 0] * (
-            number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
-        )
-        np.add.at(pairs, (key_group, key_group), in_own)
-        in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
-        np.add.at(pairs, (self.owner[end], key_group), in_last)
-        # In the blocks between these two, all rows see the column.
-        below = self._sums(off)
-        at_once = max(1, AT_ONCE // len(self.start))
-        order = np.argsort(key_group, kind="stable")
-        for begin in range(0, len(order), at_once):
-            chosen = order[begin : begin + at_once]
-            uncovered = self._between(below, row[chosen], own[chosen], end[chosen])
-            uncovered = uncovered * (number[chosen] * self.block)[:, None]
-            groups = key_group[chosen]
-            first = np.flatnonzero(np.diff(groups, prepend=-1))
-            by_piece = np.add.reduceat(uncovered, first, axis=0)
-            np.add.at(pairs, (self.owner[self.start][None], groups[first][:, None]), by_piece)
-        return int(real.sum()), pairs
-
-    def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """Return [rows, blocks]: how many of the diagonals d, d - stride, ... are no slash."""
-        rows, blocks = off.shape
-        table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
-        table[:, 1:blocks] = off[:, 1:]
-        return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
-
-    def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """Count each piece's blocks between ``own`` and ``end`` on no slash, [segments, pieces]."""
-        base = (row * below.shape[1])[:, None]
-        before_end, own = end[:, None] - 1, own[:, None]
-        if self.stride > 1:
-            # The sum starts at the first block of a piece, so there is nothing to subtract.
-            distance = before_end - (before_end - self.start) % self.stride - own
-            return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
-        # A run ends where the next one begins.
-        distance = np.minimum(np.append(self.start, len(self.owner)) - 1, before_end) - own
-        return np.diff(below.ravel()[base + np.maximum(distance, 0)].astype(np.int64), axis=1)
-
-
-def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """Return the stride with the fewest pieces, and the first block of each piece."""
-    start = np.flatnonzero(np.diff(owner, prepend=-1))
-    repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
-    for period in repeats[:4]:
-        if period < len(start) and np.array_equal(owner[period:], owner[:-period]):
-            return period, np.arange(period)
-    return 1, start
+def _summed(table: IntArray, owner: IntArray) -> IntArray:
+    """Sum the rows of a table by the group that holds them."""
+    order = np.argsort(owner, kind="stable")
+    starts = np.flatnonzero(np.diff(owner[order], prepend=-1))
+    sums = np.zeros((owner.max() + 1, table.shape[1]), np.int64)
+    sums[owner[order][starts]] = np.add.reduceat(table[order], starts)
+    return sums

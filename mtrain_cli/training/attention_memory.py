@@ -11,6 +11,8 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from mtrain_cli.attention.block_lists import (
     BLOCK,
     list_widths,
@@ -33,6 +35,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Placement, Striped, Zigzag
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
+from mtrain_cli.parallel.ring import shorter_rings
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 
@@ -332,7 +335,8 @@ def shard_sizes(
 
 @cache
 def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[Program, Program]:
-    """Return rank 0's programs of the forward and the backward pass."""
+    """Return rank 0's programs of both passes; of a long ring, those of a shorter one."""
+    _, options = shorter_rings(exchange, options)[0]
     schedule = make_schedule(exchange, options)
     return lower(schedule, 0, traits=traits), lower(schedule, 0, traits=traits, backward=True)
 
@@ -394,10 +398,15 @@ def _peak_of_backward(
 def _mask_tables(mask: MaskSettings, layout: Layout, heads: int, keys: int, sequences: int) -> int:
     """Return the bytes of the tables of one mask, for ``keys`` keys of a sequence."""
     queries = Placement(layout, heads).inside.positions(0)
-    whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
+    if mask.kind == CAUSAL.kind:  # without arrays as long as the sequence
+        low, high = np.zeros((2, 1, len(queries)), np.int64)
+        high[0] = np.where(queries < layout.seq, queries + 1, 0)
+    else:
+        rule = MaskRule(document_mask=False, mask=mask)
+        low, high = rule.undivided(layout.seq, layout.padded_seq).bounds(queries)
     # Workers hold whole blocks, so that the number of partial blocks depends little on the layout
     # of the keys.
-    partial = most_partial_blocks(KeySpans(*whole.bounds(queries), layout.padded_seq))
+    partial = most_partial_blocks(KeySpans(low, high, layout.padded_seq))
     lists = mask_list_bytes(sequences, len(queries), keys, BLOCK)
     return lists + word_bytes(sequences, len(queries), keys, sequences * partial)
 

@@ -424,9 +424,9 @@ def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 <<
     are taken to fit.
     """
     config = plan.requested or plan.config
-    if plan.exchange.traits.by_mask and plan.exchange.stages == 1:
+    if plan.exchange.traits.by_mask and (plan.exchange.stages == 1 or plan.dims.cp > MOST_WORKERS):
         # Do not price stages again for each length.
-        config = config.changed(topology={"stages": 1})
+        config = config.changed(topology={"stages": plan.exchange.stages})
 
     def fits(seq: int) -> bool:
         return _config_fits(plan, replace(config, seq=seq))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
+from mtrain_cli.parallel.ring import shorter_rings
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.program import Message, layers, traffic
 from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
@@ -307,16 +309,19 @@ class RunPlan:
         config, layout, exchange = self._dealt(self.config), self.layout, self.exchange
         e, number = self.dtype_bytes, config.model.num_layers
         sizes = shard_sizes(config.of_worker, layout, exchange, e)
-        schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-        forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
+        sent_forward, sent_backward = Fraction(0), Fraction(0)
+        for weight, options in shorter_rings(exchange.name, exchange.options(layout.workers)):
+            schedule = make_schedule(exchange.name, options)
+            forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
+            sent_forward += weight * int(forward.sent(sizes))
+            again = forward.recomputed(self.recompute).sent(sizes)
+            sent_backward += weight * (int(backward.sent(sizes)) + int(again))
         states = largest_states(config, self.dims.workers, self.micro_batches, e)
         hidden = message_bytes(config, layout, e)
         tensor_forward, tensor_backward = tensor_messages(config)
         return ReceivedBytes(
-            forward=int(forward.sent(sizes)),
-            backward=sum(
-                int(p.sent(sizes)) for p in (backward, forward.recomputed(self.recompute))
-            ),
+            forward=int(sent_forward),
+            backward=int(sent_backward),
             weights=states.sent(),
             host=states.over_host_link(),
             tensor_forward=tensor_forward * hidden // number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,7 +143,7 @@ def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scena
     from mtrain_cli.commands.simulate_request import Request
 
     drawn = row.index != _ALL_PAIRS
-    return Request(
+    scenario = Request(
         row.words,
         index=row.index if drawn and row.index != "clustered" else None,
         density=row.density if drawn else None,
@@ -150,6 +151,7 @@ def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scena
         calibration=calibration,
         cluster=cluster,
     ).scenario()
+    return replace(scenario, variant=row.ring)
 
 
 def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:

@@ -34,7 +34,7 @@ MISTAKES = {
     "topology.cluster=mars_8": "topology.cluster=mars_8: no such cluster",
     "cluster=a100_4x8 --cluster h100_4x8": "cluster=a100_4x8: cluster=h100_4x8 is given, too",
     "--nodes 2": "nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or a",
-    "--nodes 600 --cluster a100_4x8": "workers=4800: a100_4x8 has 4800 GPUs; allowed: 1 to 4096",
+    "--nodes 3000 --cluster a100_4x8": "workers=24000: a100_4x8 has 24000 GPUs; allowed: 1 to 163",
     "--workers 9": "workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8",
     "topology.workers=65 --cluster a100_4x8": "workers=65: a100_4x8 has 32 GPUs; allowed: 1 to 32; "
     "for more, set nodes=9",

@@ -108,7 +108,10 @@ def test_a_failure_of_the_prediction_does_not_stop_a_run(monkeypatch):
             ["topology.workers=32", "topology.gpus_per_node=32"],
             "no cluster of mtrain has a node with 32 NVIDIA H200; give ",
         ),
-        (["topology=b200_4x8", "topology.workers=128"], f"{4 * 32} workers share a sequence; `mtr"),
+        (
+            ["topology=b200_4x8", "topology.workers=128", "mask=sliding_window"],
+            f"{4 * 32} workers share a sequence; `mtr",
+        ),
     ],
 )
 def test_a_plan_says_why_it_shows_no_time(words, said):

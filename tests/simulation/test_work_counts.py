@@ -23,10 +23,9 @@ from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.lowering import Traits
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.program import Compute, Whole
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.records.imbalance import imbalance
-from mtrain_cli.simulation import work_counts
-from mtrain_cli.simulation.work_counts import ColumnCounter, StepWork, WorkCounter
+from mtrain_cli.simulation.work_counts import StepWork, WorkCounter, column_pairs
 
 SEQ, HEADS, BLOCK = 61, 4, 4
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -412,25 +411,6 @@ def test_a_sequence_of_padding_has_no_work():
         ] == [0] * 4
 
 
-def test_counters_share_large_tables_for_one_layout_only():
-    masks = (SequenceMask.causal(2048, 2048),), (SequenceMask.causal(2000, 2048),)
-    made = []
-    for exchange, layout, mask in (
-        ("ring", "striped", 0),
-        ("all_gather", "striped", 0),
-        ("ring", "zigzag", 0),
-        ("ring", "zigzag", 1),
-    ):
-        schedule = make_schedule(exchange, ScheduleOptions(4, 4))
-        counter = WorkCounter.make(
-            schedule, make_layout(layout, 4, 2048, 64, unit=64), masks[mask], 2, 64
-        )
-        made.append(counter._kinds[0].diagonals)
-    assert made[0] is made[1]
-    assert made[1] is not made[2]
-    assert made[2] is not made[3]
-
-
 LENGTH, TILE, GROUPS, ROWS = 58, 4, 3, 2  # the last block of 16 holds padding
 BLOCKS = 16
 OWNERS = {
@@ -453,32 +433,27 @@ def by_definition(mask: SequenceMask, owner, slashes, columns) -> np.ndarray:
     return pairs
 
 
-@pytest.mark.parametrize("at_once", [1, work_counts.AT_ONCE])
 @pytest.mark.parametrize("layout", OWNERS)
-def test_pairs_of_columns_equal_their_definition(layout, at_once, monkeypatch):
-    monkeypatch.setattr(work_counts, "AT_ONCE", at_once)
-    rng = np.random.default_rng(4)
+def test_pairs_of_columns_equal_their_definition(layout):
+    rng, owner = np.random.default_rng(4), OWNERS[layout]
     documents = np.repeat([0, 1, 2], [9, 30, LENGTH - 39])
-    mask = SequenceMask.from_documents(documents, BLOCKS * TILE)
-    counter = ColumnCounter.make(mask, TILE, OWNERS[layout], GROUPS)
+    start = np.maximum(np.arange(BLOCKS * TILE) - 17, 0)
+    packed = SequenceMask.from_documents(documents, BLOCKS * TILE)
     columns = np.stack([rng.permutation(LENGTH + 3)[:20] for _ in range(ROWS)]).astype(np.int32)
-    for share in (0.0, 0.4, 1.0):
-        slashes = rng.random((ROWS, BLOCKS)) < share
-        number, pairs = counter.count(slashes, columns)
-        assert number == (columns < LENGTH).sum()
-        assert np.array_equal(pairs, by_definition(mask, OWNERS[layout], slashes, columns))
+    for mask in (packed, SequenceMask.from_first(start, LENGTH)):
+        of = mask.last()[:LENGTH], TILE, owner
+        for share in (0.0, 0.4, 1.0):
+            slashes = rng.random((ROWS, BLOCKS)) < share
+            expected = by_definition(mask, owner, slashes, columns)
+            number, pairs = column_pairs(*of, owner, slashes, columns)
+            assert number == (columns < LENGTH).sum()
+            assert np.array_equal(pairs, expected)
+            _, sums = column_pairs(*of, 0 * owner, slashes, columns)
+            assert np.array_equal(sums[:, 0], expected.sum(1))
 
 
 def test_padding_alone_has_no_columns():
-    mask = SequenceMask.causal(LENGTH, BLOCKS * TILE)
-    counter = ColumnCounter.make(mask, TILE, OWNERS["striped"], GROUPS)
-    padding = np.full((ROWS, 4), LENGTH, np.int32)
-    number, pairs = counter.count(np.zeros((ROWS, BLOCKS), bool), padding)
+    owner, padding = OWNERS["striped"], np.full((ROWS, 4), LENGTH, np.int32)
+    last = SequenceMask.causal(LENGTH, BLOCKS * TILE).last()[:LENGTH]
+    number, pairs = column_pairs(last, TILE, owner, owner, np.zeros((ROWS, BLOCKS), bool), padding)
     assert (number, pairs.tolist()) == (0, [[0] * GROUPS] * GROUPS)
-
-
-@pytest.mark.parametrize(("layout", "stride"), [("striped", GROUPS), ("contiguous", 1)])
-def test_stripes_are_one_piece_per_group(layout, stride):
-    mask = SequenceMask.causal(LENGTH, BLOCKS * TILE)
-    counter = ColumnCounter.make(mask, TILE, OWNERS[layout], GROUPS)
-    assert (counter.stride, len(counter.start)) == (stride, GROUPS)
