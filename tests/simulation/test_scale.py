@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow_cases import mostly_slow
 
 _ROOT = Path(__file__).parents[2]
 _CASES = [
@@ -39,7 +38,8 @@ def measured(*words: str) -> tuple[str, float, float]:
     return done.stdout, float(seconds), int(kib) * 1024 / 1e9
 
 
-@mostly_slow(("exchange", "workers", "pairs"), _CASES, keep=(16,))
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "workers", "pairs"), _CASES)
 def test_a_prediction_takes_less_than_ten_seconds_and_two_gigabytes(exchange, workers, pairs):
     shown, seconds, memory = measured(
         "simulate", "model=qwen3b", "seq=4m", "cluster=h100_4x8", f"nodes={workers // 8}",
