@@ -4,8 +4,8 @@ A token is sent once to each other worker that has some of its experts, with the
 of its pairs there. That worker adds up what its experts return for the token, and sends one row
 back. The order of a sum is fixed: on each worker, the token's experts in the order of its choice;
 then the workers in the order of their ranks, the own one among them. Both sums are computed in the
-dtype of the scores, and each is rounded once to that of the rows. So a result depends neither on
-the time at which rows arrive nor on the worker that has the token.
+dtype of the scores, and each is rounded once to that of the rows. The order depends neither on the
+time at which rows arrive nor on the worker that has the token.
 
 Tokens are computed in chunks, as many as memory needs: while a worker computes one chunk, the rows
 of others are on their way. Rows of own tokens for own experts are not sent.

@@ -19,12 +19,12 @@ _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
-# The same for chunks of experts, but each reads the weights and adds up their gradients: two bytes
-# three times for one addition, 0.6 ms for half of the experts of Qwen3-30B-A3B at 3 TB/s. A second
-# chunk hides about half of the two messages of a forward pass and of the first one of backward, of
-# 4 KiB per row: 0.3 ms for 16,384 tokens in degree 2 at 300 GB/s, and 1 ms at the rate of a third
-# that messages of rows reached on two H100s. More chunks than two would add in float32.
-_CHUNK_TOKENS = 16_384
+# Each chunk of experts reads the weights, and adds up their gradients: 0.6 ms in bfloat16 for half of
+# the experts of Qwen3-30B-A3B at 3 TB/s. A second chunk hides about half of the two messages of a
+# forward pass and of the first one of backward: as much for 32,768 own tokens in degree 2 at 300
+# GB/s, and for fewer in larger degrees, whose workers have fewer weights and more rows. More chunks
+# would add in float32.
+_CHUNKED_TOKENS = 65_536  # of all workers that share the experts
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
 _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
 
@@ -114,7 +114,7 @@ def expert_chunks(
     # expert's width, if scores are float32 and the rest is bfloat16 (`experts.py`).
     token = itemsize * moe.top_k * (2 * hidden + 7 * moe.expert_size)
     in_memory = -(-own_tokens * token // tile_bytes) if tile_bytes else 1
-    travelling = ONE_ADDITION if degree > 1 and own_tokens >= _CHUNK_TOKENS else 1
+    travelling = ONE_ADDITION if degree > 1 and own_tokens * degree >= _CHUNKED_TOKENS else 1
     return max(1, min(own_tokens, max(in_memory, travelling)))
 
 

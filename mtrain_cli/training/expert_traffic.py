@@ -1,10 +1,11 @@
 """What experts move, and what that costs: rows of tokens, or weights; and which degrees fit.
 
 With expert parallelism, a token's row travels once to each other worker that has some of its
-experts, and one row returns from there: this module says how many. Without it, FSDP gathers the weights of all experts and reduces their gradients. `topology.expert_parallel=auto`
-takes the degree with the cheapest step in one layer with experts: its computation, what waits for
-rows or weights, copies, and the wait for numbers of rows. Loads are equal. Only counts and
-constants enter, no measurements, so that all ranks choose the same degree.
+experts, and one row returns from there: this module says how many. Without it, FSDP gathers the
+weights of all experts and reduces their gradients. `topology.expert_parallel=auto` takes the degree
+with the cheapest step in one layer with experts: its computation, what waits for rows or weights,
+copies, and the wait for numbers of rows. Loads are equal. Only counts and constants enter, no
+measurements, so that all ranks choose the same degree.
 """
 
 from __future__ import annotations

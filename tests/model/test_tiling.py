@@ -50,8 +50,9 @@ TOKEN = 2 * 8 * (2 * 2048 + 7 * 768)  # bytes
         (10**6, 0, 1, "auto", 1),  # no limit
         (10**6, 0, 2, "auto", 2),  # rows of one chunk travel while the other is computed
         (10**6, 0, 128, "auto", 2),
-        (16_383, 0, 2, "auto", 1),  # adding up gradients would take longer
-        (16_384, 0, 2, "auto", 2),
+        (32_767, 0, 2, "auto", 1),  # adding up gradients would take longer
+        (32_768, 0, 2, "auto", 2),
+        (8_192, 0, 8, "auto", 2),
         (100, 100 * TOKEN, 1, "auto", 1),
         (101, 100 * TOKEN, 1, "auto", 2),
         (8192, 1024 * TOKEN, 128, "auto", 8),  # the limit needs more than the messages

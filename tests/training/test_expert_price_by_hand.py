@@ -104,13 +104,13 @@ def test_short_products_hide_little(rates, kind):
 @pytest.mark.parametrize(
     ("chunks", "units", "sums"),
     [
-        (1, 1, 0),
-        ("auto", 2, 2 * 3),  # one addition of two chunks
+        ("auto", 1, 0),
+        (2, 2, 2 * 3),  # one addition of two chunks
         (3, 3, 3 * (8 + 2 * 2) + 4 + 2),  # three chunks are added up in float32
     ],
 )
 def test_each_chunk_has_its_messages(monkeypatch, chunks, units, sums):
-    """A worker has 16K tokens, enough for two chunks."""
+    """A worker has 16K tokens."""
     passes = []
 
     def clocks(program, products, cost):
@@ -257,9 +257,9 @@ def test_tiles_bound_the_chunks_whose_gradients_are_summed():
 
 def test_many_tokens_travel_in_two_chunks():
     config = run("32k", 2, "train.tile_mib=0").config
-    found = [chunks_of_tokens(config, tokens, 2, 2) for tokens in (16_383, 16_384, 10**6)]
+    found = [chunks_of_tokens(config, tokens, 2, 2) for tokens in (32_767, 32_768, 10**6)]
     assert found == [1, 2, 2]
-    assert chunks_of_tokens(config, 16_384, 2, 1) == 1
+    assert chunks_of_tokens(config, 32_768, 2, 1) == 1
 
 
 def test_a_given_degree_is_taken_and_rows_of_an_open_one_have_no_price():
