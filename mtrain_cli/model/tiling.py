@@ -19,9 +19,9 @@ _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
-# Each chunk of experts reads the weights, and adds up their gradients: 0.6 ms in bfloat16 for half of
-# the experts of Qwen3-30B-A3B at 3 TB/s. A second chunk hides about half of the two messages of a
-# forward pass and of the first one of backward: as much for 32,768 own tokens in degree 2 at 300
+# Each chunk of experts reads the weights, and adds up their gradients: 0.6 ms in bfloat16 for half
+# of the experts of Qwen3-30B-A3B at 3 TB/s. A second chunk hides about half of the two messages of
+# a forward pass and of the first one of backward: as much for 32,768 own tokens in degree 2 at 300
 # GB/s, and for fewer in larger degrees, whose workers have fewer weights and more rows. More chunks
 # would add in float32.
 _CHUNKED_TOKENS = 65_536  # of all workers that share the experts
