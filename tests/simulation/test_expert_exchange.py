@@ -105,7 +105,7 @@ def test_the_clocks_of_a_group_by_hand(chunks):
     )
     counts = one._message(8 * (128 + 8) * 7, to_all=False)[0] + expert_cost.WAIT_FOR_NUMBERS.value
     found = one.forward()
-    assert found.exposed == pytest.approx(rows + scored + counts)
+    assert found.exposed == pytest.approx(rows + scored + counts, rel=1e-9)
     assert found.hidden == pytest.approx(0, abs=1e-6)
     assert found.span == pytest.approx(rows + scored + forward[0, 0])
     # Backward: the gradient's rows return with those of scores; products of the weights hide most.

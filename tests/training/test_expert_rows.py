@@ -8,12 +8,14 @@ import gloo
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import expert_parallel, experts
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.layer_groups import ExpertGroup
 from mtrain_cli.simulation.expert_cost import travelling
 from mtrain_cli.step.program import (
@@ -39,6 +41,7 @@ from mtrain_cli.training.expert_traffic import (
     reached,
     rows_per_token,
 )
+from mtrain_cli.training.layer_memory import ExpertMemory
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.trainer import Trainer
 
@@ -170,6 +173,34 @@ def test_each_worker_receives_the_rows_of_its_experts_from_the_others():
     there, back = travelling(np.array([[3, 7], [30, 70]]))
     assert there.tolist() == [30, 7]
     assert back.tolist() == [7, 30]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_estimate_of_a_decision_is_what_a_layer_keeps(chunks):
+    """Every token chooses all experts, so all tokens travel."""
+    words = ["model=tiny_moe", "model.moe.top_k=8", "train.activation_checkpoint=full"]
+    config = compose([*words, "topology.expert_parallel=2", f"topology.expert_chunks={chunks}"])
+    memory = ExpertMemory.of(config, 64, 4)
+    loads = 4 * 8 * (1 + memory.sequences)
+    # Beside it, numbers of pairs for each expert.
+    for kept in gloo.run(2, kept_bytes, config.model, chunks):
+        assert memory.decision - loads <= kept <= memory.decision
+
+
+def kept_bytes(rank: int, world: int, model, chunks: int) -> int:
+    module = experts.MixtureOfExperts(model, 0, None)
+    for name, weight in list(module.experts.named_parameters()):
+        own = torch.nn.init.normal_(weight.detach()[: len(weight) // world].clone())
+        module.experts.register_parameter(name, torch.nn.Parameter(own))
+    module.sharing = ExpertGroup(rank, world, dist.group.WORLD)
+    module.execution = LayerExecution(expert_chunks=chunks, recompute=True)
+    kept: list = []
+    module(torch.randn(1, 64, model.hidden_size, requires_grad=True), kept=kept)
+    tiles = [value for tile in kept[0].chunks for value in vars(tile).values()]
+    arrived = [each for value in tiles if isinstance(value, dict) for each in value.values()]
+    tensors = [each for each in [*kept[0], *tiles, *arrived] if isinstance(each, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 RUN = ("model=tiny_moe", "model.num_layers=2", "seq=128", "topology.block_size=16")
