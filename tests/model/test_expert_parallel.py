@@ -103,9 +103,9 @@ def both_ways(
     return found, expected
 
 
-@pytest.mark.parametrize("fewest", [5, 1])
+@pytest.mark.parametrize("fewest", [5, 1, 0])
 def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens(fewest):
-    """A worker with one token has one chunk, and an empty one because the others have two."""
+    """A worker with one token or none also has an empty chunk because the other one has two."""
     for found, expected in gloo.run(2, of_other_lengths, fewest):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
