@@ -139,10 +139,11 @@ def _slots(decision: Decision, rank: int, workers: int) -> tuple[Tensor, Tensor]
     tokens = len(chosen_TK)
     padding_TK = decision.place_S.view_as(chosen_TK) >= ends_E[-1]
     worker_TK = (chosen_TK // (len(ends_E) // workers)).masked_fill(padding_TK, workers)
-    needs_TP = chosen_TK.new_zeros(tokens, workers + 1).scatter_(1, worker_TK, 1)[:, :workers]
-    needs_TP[:, rank] = 0
+    worker_P = torch.arange(workers, device=chosen_TK.device)
+    needs_TP = (worker_TK[:, :, None] == worker_P).any(1)
+    needs_TP[:, rank] = False
     slot_TP = needs_TP.T.flatten().cumsum(0).view(workers, tokens).T + (tokens - 1)
-    slot_TP = slot_TP.masked_fill(needs_TP == 0, ABSENT).to(torch.int32)
+    slot_TP = slot_TP.masked_fill(~needs_TP, ABSENT).to(torch.int32)
     slot_TP[:, rank] = torch.arange(tokens, dtype=torch.int32, device=slot_TP.device)
     return slot_TP.contiguous(), needs_TP.sum(0)
 
