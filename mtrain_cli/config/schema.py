@@ -232,7 +232,7 @@ class TopologyConfig:
     expert_parallel: workers over which the experts of a layer are dealt; must divide
         model.moe.experts and the workers of a stage; auto = the fastest by predicted time
     expert_chunks: chunks of tokens in which experts compute; more need less memory, but more passes
-        over the weights; auto = what train.tile_mib needs, and up to 4 if a worker has few experts
+        over the weights; auto = what train.tile_mib needs, and 2 if 64K tokens share dealt experts
     pipeline_parallel: number of stages, which hold different layers
     schedule: order of a pipeline's passes: gpipe = all forward first; 1f1b = in turn; interleaved =
         1f1b with several virtual stages per worker; auto = by virtual_stages

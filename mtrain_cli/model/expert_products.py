@@ -212,36 +212,24 @@ def token_bounds(
 
 
 class WeightGradients:
-    """Gradients of the experts' weights, summed over chunks; each part has some of the experts.
+    """Gradients of the experts' weights, summed over chunks.
 
     The sum of more than two chunks is float32. That of two has the compute dtype: one addition
     computes in float32 and rounds once, as a float32 sum would, with a quarter of the bytes.
     """
 
-    def __init__(self, chunks: int, parts: int = 1) -> None:
-        self._chunks, self._parts = chunks, parts
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
         self._sums: dict[str, Tensor] = {}
-        self._begun: set[tuple[str, int]] = set()
 
-    def add(
-        self, name: str, left_SB: Tensor, right_SA: Tensor, ends_E: Tensor, part: int = 0
-    ) -> None:
+    def add(self, name: str, left_SB: Tensor, right_SA: Tensor, ends_E: Tensor) -> None:
         """Add ``left.T @ right`` of each expert's rows to the gradient ``name``."""
         sums_EBA = grouped_sums(left_SB, right_SA, ends_E)
-        experts = slice(part * len(sums_EBA), (part + 1) * len(sums_EBA))
-        if (name, part) in self._begun:
-            self._sums[name][experts] += sums_EBA
+        if name in self._sums:
+            self._sums[name] += sums_EBA
             return
-        self._begun.add((name, part))
         high = accumulation_dtype(sums_EBA.dtype)
-        dtype = high if self._chunks > ONE_ADDITION else sums_EBA.dtype
-        if self._parts == 1:
-            self._sums[name] = sums_EBA.to(dtype)
-            return
-        if name not in self._sums:
-            shape = len(sums_EBA) * self._parts, *sums_EBA.shape[1:]
-            self._sums[name] = sums_EBA.new_empty(shape, dtype=dtype)
-        self._sums[name][experts] = sums_EBA
+        self._sums[name] = sums_EBA.to(high if self._chunks > ONE_ADDITION else sums_EBA.dtype)
 
     def take(self, name: str, weight: Tensor) -> Tensor:
         """Remove the gradient ``name`` and return it in the dtype of its weight."""

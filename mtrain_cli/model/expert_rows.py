@@ -7,94 +7,52 @@ from torch import Tensor
 
 from mtrain_cli.model.expert_products import gated
 
-__all__ = ["gated", "leaving", "merged", "pair_order", "parted", "row_order", "summed"]
+__all__ = ["ABSENT", "gated", "leaving", "numbers_of", "spread", "summed"]
 
+ABSENT = torch.iinfo(torch.int32).max  # place of a row that is not there
 gate_backward = None  # `expert_products.inner_gradients` computes it in steps
 
 
+def numbers_of(message_AD: Tensor, high: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a message as numbers of the dtype of scores, and as integers of the same size."""
+    as_high = message_AD.view(high)
+    return as_high, as_high.view(torch.int64 if high == torch.float64 else torch.int32)
+
+
 def leaving(
-    rows_TC: Tensor, pairs_A: Tensor, top_k: int, out_AD: Tensor, scores: Tensor | None = None
-) -> None:
-    out_AD[:, : rows_TC.shape[1]] = rows_TC.index_select(0, pairs_A // top_k)
-    if scores is not None:
-        out_AD.view(scores.dtype)[:, -1] = scores.flatten()[pairs_A]
-
-
-def merged(
-    arrived_AD: Tensor, rows_TC: Tensor, pairs_B: Tensor, order_R: Tensor, top_k: int,
-    scores: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    staying_BC = rows_TC.index_select(0, pairs_B // top_k)
-    rows_RC = torch.cat([arrived_AD[:, : rows_TC.shape[1]], staying_BC])[order_R]
-    if scores is None:
-        return rows_RC, None
-    arrived_A = arrived_AD.view(scores.dtype)[:, -1]
-    return rows_RC, torch.cat([arrived_A, scores.flatten()[pairs_B]])[order_R][:, None]
-
-
-def parted(
-    rows_RC: Tensor, place_R: Tensor, leaving_AD: Tensor, staying_BD: Tensor,
-    scores: Tensor | None = None,
+    rows_TC: Tensor, slot_TP: Tensor, out_AD: Tensor,
+    pairs: tuple[Tensor, Tensor, Tensor] | None = None, each: int = 1,
 ) -> None:  # fmt: skip
-    places = place_R.split([len(leaving_AD), len(staying_BD)])
-    for place, into in zip(places, (leaving_AD, staying_BD), strict=True):
-        into[:, : rows_RC.shape[1]] = rows_RC[place]
-        if scores is not None:
-            into.view(scores.dtype)[:, -1] = scores[place]
+    worker_A, token_A = ((slot_TP >= len(rows_TC)) & (slot_TP < ABSENT)).T.nonzero(as_tuple=True)
+    out_AD[:, : rows_TC.shape[1]] = rows_TC[token_A]
+    if pairs is not None:
+        scores_TK, chosen_TK, place_TK = pairs
+        scores, places = numbers_of(out_AD, scores_TK.dtype)
+        elsewhere = chosen_TK[token_A] // each != worker_A[:, None]
+        top_k = chosen_TK.shape[1]
+        scores[:, -2 * top_k : -top_k] = scores_TK[token_A]
+        places[:, -top_k:] = place_TK[token_A].masked_fill(elsewhere, ABSENT)
+
+
+def spread(
+    own_TC: Tensor, arrived_AD: Tensor, place_NK: Tensor, rows: int,
+    scores_NK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    there = place_NK < rows
+    # Each place once: number of its pair.
+    pair_R = place_NK.new_empty(rows, dtype=torch.int64)
+    pair_R[place_NK[there].long()] = there.flatten().nonzero().flatten()
+    rows_NC = torch.cat([own_TC, arrived_AD[:, : own_TC.shape[1]]])
+    rows_RC = rows_NC[pair_R // place_NK.shape[1]]
+    return rows_RC, None if scores_NK is None else scores_NK.flatten()[pair_R][:, None]
 
 
 def summed(
-    rows_SD: Tensor, place_S: Tensor, out_TC: Tensor, high: torch.dtype,
-    scores_TK: Tensor | None = None,
-) -> None:  # fmt: skip
-    places, tokens = len(rows_SD), len(out_TC)
-    if not tokens:
-        return
-    place_TK = place_S.view(tokens, -1)
-    absent_TK, place_TK = place_TK >= places, place_TK.clamp(max=places - 1)
-    if scores_TK is not None:
-        scores_TK.zero_()
-        if places:
-            scores = rows_SD.view(scores_TK.dtype)[:, -1]
-            scores_TK.copy_(scores[place_TK].masked_fill(absent_TK, 0))
-    total_TC = torch.zeros_like(out_TC, dtype=high)
-    for place_T, absent_T in zip(place_TK.T, absent_TK.T, strict=True) if places else ():
-        rows_TC = rows_SD[place_T][:, : out_TC.shape[1]]
-        total_TC += rows_TC.masked_fill(absent_T[:, None], 0)
-    out_TC.copy_(total_TC)
-
-
-def pair_order(
-    pairs_S: Tensor, counts_E: Tensor, rank: int, workers: int, parts: int
-) -> tuple[Tensor, Tensor]:
-    turns = [*(worker for worker in range(workers) if worker != rank), rank]
-    ends_PJ = counts_E.cumsum(0).view(workers, parts, -1)[:, :, -1].flatten().tolist()
-    pieces = pairs_S.tensor_split(ends_PJ)
-    computed_S = torch.cat([pieces[p * parts + n] for n in range(parts) for p in turns])
-    place_S = torch.full_like(pairs_S, len(pairs_S))
-    place_S[computed_S] = torch.arange(len(computed_S), device=pairs_S.device)
-    return torch.cat([computed_S, pieces[-1]]), place_S
-
-
-def row_order(counts_PE: Tensor, rank: int, parts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    own = counts_PE.shape[1] // len(counts_PE)
-    from_PL = counts_PE[:, rank * own : (rank + 1) * own]
-    counts_PL = torch.cat([from_PL[:rank], from_PL[rank + 1 :], from_PL[rank : rank + 1]])
-    counts_JPL = counts_PL.unflatten(1, (parts, -1)).transpose(0, 1)
-    # Both orders have one part after the other.
-    sizes = counts_JPL.sum((1, 2)).tolist()
-    number_R = torch.cat([torch.arange(size, device=counts_PE.device) for size in sizes])
-    behind_JPL = counts_JPL.flatten(1).cumsum(1).view_as(counts_JPL)
-    begin_JLP = (behind_JPL - counts_JPL).transpose(1, 2).flatten(1)
-    counts_JLP = counts_JPL.transpose(1, 2).flatten(1)
-    shift_JLP = begin_JLP - (counts_JLP.cumsum(1) - counts_JLP)
-    # Number of a row in its part, by worker. Then the place in the order of all parts.
-    order_R = number_R + shift_JLP.flatten().repeat_interleave(
-        counts_JLP.flatten(), output_size=rows
-    )
-    place_R = torch.empty_like(order_R)
-    for order, number, place in zip(
-        *(t.split(sizes) for t in (order_R, number_R, place_R)), strict=True
-    ):
-        place[order] = number
-    return order_R, place_R, counts_JPL.sum(1).cumsum(1).to(torch.int32)
+    rows_RD: Tensor, place_NK: Tensor, out_ND: Tensor, width: int, high: torch.dtype
+) -> None:
+    total_NC = torch.zeros(len(out_ND), width, dtype=high, device=out_ND.device)
+    for place_N in place_NK.T if len(rows_RD) else ():
+        absent_N1 = (place_N >= len(rows_RD))[:, None]
+        rows_NC = rows_RD[place_N.clamp(max=len(rows_RD) - 1).long(), :width]
+        total_NC += rows_NC.masked_fill(absent_N1, 0)
+    out_ND[:, :width] = total_NC

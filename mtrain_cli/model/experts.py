@@ -118,10 +118,9 @@ class MixtureOfExperts(nn.Module):
         bounds = token_bounds(x_TC, self.moe, self.execution, degree=degree)
         plan = None
         if not kept and group is not None:
-            tokens = len(x_TC)
             if routing is None:
-                bounds, tokens = agreed(bounds, group, x_TC.device)
-            plan = start_plan(decision, group, bounds, tokens)
+                bounds = agreed(bounds, group, x_TC.device)
+            plan = start_plan(decision, group, bounds)
         scores_TK = scores_TE.gather(1, decision.chosen_TK)
         if self.moe.normalize:
             least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0

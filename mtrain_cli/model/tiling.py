@@ -19,12 +19,12 @@ _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
-# The same for parts of experts, but a part also takes time of the host: ten kernels, nine products
-# and five messages in both passes, about 0.5 ms (an estimate; 0.2 ms without their launches on a
-# CPU: profiles/notes.md, 2026-11-26, "host time of experts"). It hides the messages of its tokens,
-# 0.28 ms for 1,024 tokens of Qwen3-30B-A3B at 300 GB/s. So small parts gain nothing: with parts of
-# 2,048 tokens, a step at 8K on two H100s took longer than with one part.
-_PART_TOKENS = 4096
+# Each chunk of experts reads the weights, and adds up their gradients: 0.6 ms in bfloat16 for half
+# of the experts of Qwen3-30B-A3B at 3 TB/s. A second chunk hides about half of the two messages of
+# a forward pass and of the first one of backward: as much for 32,768 own tokens in degree 2 at 300
+# GB/s, and for fewer in larger degrees, whose workers have fewer weights and more rows. More chunks
+# would add in float32.
+_CHUNKED_TOKENS = 65_536  # of all workers that share the experts
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
 _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
 
@@ -105,8 +105,8 @@ def expert_chunks(
 ) -> int:  # fmt: skip
     """Return the number of chunks of a worker's own tokens in a layer with experts.
 
-    Chunks bound the temporary tensors. If ``degree`` workers hold too few experts each for the
-    parts of `expert_parts`, rows of one chunk also travel while others are computed.
+    Chunks bound the temporary tensors. If the experts have several workers, rows of one chunk also
+    travel while others are computed.
     """
     if not isinstance(chunks, str):
         return max(1, min(chunks, own_tokens))
@@ -114,23 +114,17 @@ def expert_chunks(
     # expert's width, if scores are float32 and the rest is bfloat16 (`experts.py`).
     token = itemsize * moe.top_k * (2 * hidden + 7 * moe.expert_size)
     in_memory = -(-own_tokens * token // tile_bytes) if tile_bytes else 1
-    travelling = 1
-    if degree > 1:
-        parts = expert_parts(own_tokens, moe.experts // degree, 1)
-        travelling = min(_CHUNKS, own_tokens // _PART_TOKENS) // parts
+    travelling = ONE_ADDITION if degree > 1 and own_tokens * degree >= _CHUNKED_TOKENS else 1
     return max(1, min(own_tokens, max(in_memory, travelling)))
 
 
-def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
-    """Return the number of parts in which a worker computes its experts."""
-    most = max(1, min(_CHUNKS, own_tokens // _PART_TOKENS) // chunks)
-    return max(n for n in range(1, most + 1) if own_experts % n == 0)
-
-
-def scored_row(hidden: int, itemsize: int) -> int:
-    """Return the elements of a row of a hidden state that ends with a score in its own dtype."""
+def scored_row(hidden: int, itemsize: int, numbers: int) -> int:
+    """Return the elements of a row of a hidden state that ends with numbers of a router's dtype."""
+    if not numbers:
+        return hidden
     each = _ALIGNMENT // itemsize
-    return (-(-hidden // each) + 1) * each
+    behind = -(-numbers * max(4, itemsize) // _ALIGNMENT)
+    return (-(-hidden // each) + behind) * each
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:

@@ -40,9 +40,10 @@ from mtrain_cli.step.program import (
 )
 from mtrain_cli.training.expert_traffic import (
     HOST_WAIT_US,
-    chunks_and_parts,
+    chunks_of_tokens,
     copied_rows,
     message_bytes,
+    reached,
     summed_gradients,
 )
 from mtrain_cli.training.flops import layer_shapes, own_tiles
@@ -239,7 +240,6 @@ class LayerExperts:
     e: bytes of the compute dtype.
     degree: number of workers over which the experts are dealt.
     chunks: number of chunks of tokens, each of which reads all weights of the worker's experts.
-    parts: number of parts in which a worker computes its experts, one after another.
     recompute: whether backward computes gate and up again.
     compile: whether kernels between the products read and write each row once.
     """
@@ -250,13 +250,8 @@ class LayerExperts:
     loads: ExpertLoads
     degree: int = 1
     chunks: int = 1
-    parts: int = 1
     recompute: bool = True
     compile: bool = True
-
-    @property
-    def units(self) -> int:
-        return self.chunks * self.parts
 
     def work(self) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
         """Return the work of router and experts: forward, recomputed and backward.
@@ -291,7 +286,7 @@ class LayerExperts:
         if self.compile:
             combined = float(e) * (chosen + tokens) * hidden
         inside = [float(size) for size in self.moved(np.array(chosen))]
-        kernels = EXPERT_LAUNCHES.value * self.units
+        kernels = EXPERT_LAUNCHES.value * self.chunks
         forward = ComputeCost(
             moved=read + scores + order + combined + inside[0] + 3.0 * shared,
             launches=kernels,
@@ -315,11 +310,11 @@ class LayerExperts:
         e, moe = self.e, self.model.moe
         forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
         forward, backward = forward * moe.expert_size, backward * moe.expert_size
-        copied = copied_rows(self.degree, recomputes=self.recompute)
+        copied = copied_rows(moe, self.degree, recomputes=self.recompute)
         forward += copied[0] * e * self.model.hidden_size
         backward += copied[1] * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
-        sums = summed_gradients(weights, e, self.chunks, self.parts)
+        sums = summed_gradients(weights, e, self.chunks)
         return forward * rows, backward * rows + sums
 
 
@@ -343,10 +338,10 @@ def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
     config, e = plan.config, plan.dtype_bytes
     own, _ = own_tiles(config, plan.layout, e)
     degree = dealt_over(plan)
-    chunks, parts = chunks_and_parts(config, own, e, degree)
+    chunks = chunks_of_tokens(config, own, e, degree)
     recompute = config.train.activation_checkpoint != "none"
     compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs
-    return LayerExperts(config.model, own, e, loads, degree, chunks, parts, recompute, compiled)
+    return LayerExperts(config.model, own, e, loads, degree, chunks, recompute, compiled)
 
 
 def dealt_over(plan: RunPlan) -> int:
@@ -388,7 +383,7 @@ class RowExchange:
         nothing, and are only in `PassTime.exposed`.
         """
         experts, degree = self.experts, self.experts.degree
-        counted = _COUNT * experts.chunks * experts.model.moe.experts * (degree - 1)
+        counted = _COUNT * experts.chunks * (experts.model.moe.experts + degree) * (degree - 1)
         counts, _ = self._message(counted, to_all=False)
         waits = counts + self.costs.burden(WAIT_FOR_NUMBERS)
         found = self._pass(self._layer.forward(), 0)
@@ -401,7 +396,7 @@ class RowExchange:
     @property
     def _layer(self) -> Layer:
         experts = self.experts
-        return Layer(experts=True, checkpointed=experts.recompute, units=experts.units)
+        return Layer(experts=True, checkpointed=experts.recompute, units=experts.chunks)
 
     def _loads(self) -> np.ndarray:
         experts, moe = self.experts, self.experts.model.moe
@@ -440,26 +435,24 @@ class RowExchange:
 
     def _time(self, program: Program, loads_PN: np.ndarray, computing_P: np.ndarray) -> PassTime:
         experts = self.experts
-        there, back = travelling(np.tile(loads_PN.flatten(), (experts.degree, 1)))
+        rows_P = experts.tokens * reached(loads_PN / experts.tokens, experts.model.moe)
+        there, back = travelling(np.tile(rows_P, (experts.degree, 1)))
         # What is received on one way is sent on the other.
-        most, mean = max(there.max(), back.max()) / experts.units, there.mean() / experts.units
+        most, mean = max(there.max(), back.max()) / experts.chunks, there.mean() / experts.chunks
         costs = {
             message: MessageCost(*self._message(most * size), mean * size)
-            for message, size in message_bytes(experts.model.hidden_size, experts.e).items()
+            for message, size in message_bytes(experts.model, experts.e).items()
         }
         return time(program, _PRODUCTS, lambda post: costs.get(post.message), computing_P)
 
 
-def travelling(pairs_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def travelling(tokens_PP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how many rows each worker of a group receives from others: as experts, and back.
 
-    pairs_PE: pairs of each worker's tokens by expert. Workers hold equal, consecutive parts of the
-        experts.
+    tokens_PP: number of tokens of each worker that choose an expert of each worker.
     """
-    workers = len(pairs_PE)
-    from_to = pairs_PE.reshape(workers, workers, -1).sum(-1)
-    own = from_to.diagonal()
-    return from_to.sum(0) - own, from_to.sum(1) - own
+    own = tokens_PP.diagonal()
+    return tokens_PP.sum(0) - own, tokens_PP.sum(1) - own
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 A program names weights and messages, and counts rows. Their sizes come with the interpretation, so
 that one program serves every model and cluster: of a message that no worker needs, the size is 0.
 
-`model.feed_forward` runs the program of a tile of the MLP, `model.expert_parallel` that of a part
-of the experts. Tests compare both. With expert parallelism, each pair of a token and an expert has
-a row, which travels to the worker of the expert, and back, with the pair's score or its gradient.
+`model.feed_forward` runs the program of a tile of the MLP, `model.expert_parallel` that of a chunk
+of the experts. Tests compare both. With expert parallelism, a token has a row for each worker that
+has some of its experts. It travels there, and back, with the scores of the pairs or their
+gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Link(Enum):
 
 
 class Message(Enum):
-    """What travels, and on which link. `SCORED`: rows, each with the score of its pair."""
+    """What travels, and on which link. `SCORED`: rows, each with numbers of its pairs."""
 
     HIDDEN = Link.TENSOR, "hidden states"
     ROWS, SCORED = (Link.EXPERTS, "rows"), (Link.EXPERTS, "scored rows")
@@ -170,7 +171,7 @@ class Layer:
     checkpointed: whether backward repeats the forward pass, except its last product.
     keeps: whether backward repeats no product of o, gate and up, as `train.keep_mlp` selects.
     tiles: own rows of each tile of the MLP.
-    units: number of parts of the experts, in all chunks of tokens.
+    units: number of chunks of tokens that the experts compute.
     """
 
     experts: bool = False

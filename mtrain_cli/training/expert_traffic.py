@@ -1,21 +1,24 @@
 """What experts move, and what that costs: rows of tokens, or weights; and which degrees fit.
 
-With expert parallelism, rows of tokens travel to the workers of their experts. Without it, FSDP
-gathers the weights of all experts and reduces their gradients. `topology.expert_parallel=auto`
-takes the degree with the cheapest step in one layer with experts: its computation, what waits for
-rows or weights, copies, and the wait for numbers of rows. Loads are equal. Only counts and
-constants enter, no measurements, so that all ranks choose the same degree.
+With expert parallelism, a token's row travels once to each other worker that has some of its
+experts, and one row returns from there: this module says how many. Without it, FSDP gathers the
+weights of all experts and reduces their gradients. `topology.expert_parallel=auto` takes the degree
+with the cheapest step in one layer with experts: its computation, what waits for rows or weights,
+copies, and the wait for numbers of rows. Loads are equal. Only counts and constants enter, no
+measurements, so that all ranks choose the same degree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mtrain_cli.config.cluster import cluster_of
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, ModelConfig, MoeConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.environment import ParallelDims
-from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, scored_row
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, scored_row
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.traffic import Rates
@@ -48,7 +51,7 @@ _WORTH_IT = 0.97
 class ExpertTraffic:
     """Bytes that reach one worker in an optimizer step, for the experts of one layer.
 
-    rows, weights: with their gradients; rows if each expert computes as many tokens.
+    rows, weights: with their gradients; rows if tokens choose their experts at random.
     """
 
     rows: int
@@ -68,9 +71,9 @@ def expert_traffic(
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
     tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
     layer = Layer(experts=True, checkpointed=train.activation_checkpoint != "none")
-    row = message_bytes(model.hidden_size, dtype_bytes)
-    pair = traffic(layer.forward(), row) + traffic(layer.backward(), row)
-    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * pair
+    sizes_of_rows = message_bytes(model, dtype_bytes)
+    row = traffic(layer.forward(), sizes_of_rows) + traffic(layer.backward(), sizes_of_rows)
+    rows = micro_batches * tokens * rows_per_token(moe, degree) * row
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
     # With degree 1, the workers of a tensor group have the same shard and add up its gradients.
     copies = dims.tp if degree == 1 else 1
@@ -147,41 +150,66 @@ def grouped_problem(config: Config, dtype_bytes: int) -> str | None:
     return None
 
 
-def message_bytes(hidden: int, dtype_bytes: int) -> dict[Message, int]:
-    """Return the bytes of a pair in each kind of message."""
-    row, scored = hidden * dtype_bytes, scored_row(hidden, dtype_bytes) * dtype_bytes
-    sizes = {Message.ROWS: row, Message.ROWS_BACK: row}
-    return sizes | {Message.SCORED: scored, Message.SCORED_BACK: scored}
+def reached(loads_PN: np.ndarray, moe: MoeConfig) -> np.ndarray:
+    """Return the share of tokens that choose an expert of each worker, ``[P]``.
+
+    Exact for equal loads of experts, and for one expert per token; else an estimate, between the
+    largest load of an expert and the sum of loads.
+
+    loads_PN: share of tokens that choose each expert of each worker.
+    """
+    # Without replacement: each choice falls on one of the experts that are left.
+    share_P, none_P = loads_PN.sum(-1) / moe.top_k, np.ones(len(loads_PN))
+    for chosen in range(moe.top_k):
+        none_P *= np.maximum(0.0, 1.0 - share_P * moe.experts / (moe.experts - chosen))
+    return np.clip(1.0 - none_P, loads_PN.max(-1), np.minimum(1.0, loads_PN.sum(-1)))
 
 
-def copied_rows(degree: int, *, recomputes: bool) -> tuple[float, float]:
-    """Return how often a pair's row is read or written because rows travel: forward, backward."""
+def rows_per_token(moe: MoeConfig, degree: int) -> float:
+    """Return to how many other workers a token is sent, in the mean of random choices."""
+    loads = np.full((1, moe.experts // degree), moe.top_k / moe.experts)
+    return (degree - 1) * float(reached(loads, moe)[0])
+
+
+def message_bytes(model: ModelConfig, dtype_bytes: int) -> dict[Message, int]:
+    """Return the bytes of a token's row in each kind of message."""
+    # There with a score and a place of each choice, back with the gradient of its score.
+    numbers = {Message.ROWS: 0, Message.ROWS_BACK: 0, Message.SCORED: 2, Message.SCORED_BACK: 1}
+    return {
+        message: dtype_bytes * scored_row(model.hidden_size, dtype_bytes, each * model.moe.top_k)
+        for message, each in numbers.items()
+    }
+
+
+def copied_rows(moe: MoeConfig, degree: int, *, recomputes: bool) -> tuple[float, float]:
+    """Return how often rows are read or written because they travel, per pair: forward, backward.
+
+    A token is read, and written to each message; its sums are written, and read when they return.
+    If layers are checkpointed, rows travel twice in backward.
+    """
     if degree == 1:
         return 0.0, 0.0
-    # Rows that leave, and those that return, are copied before their message; rows of own experts
-    # to where others return. If layers are checkpointed, rows travel twice in backward.
-    leave = (degree - 1) / degree
-    return 2 * leave + 2, 2 * leave * (1 + recomputes) + 2
+    rows = (1 + rows_per_token(moe, degree)) / moe.top_k
+    return 3 * rows, (3 + recomputes) * rows
 
 
-def summed_gradients(weights: float, e: int, chunks: int, parts: int) -> float:
+def summed_gradients(weights: float, e: int, chunks: int) -> float:
     """Return the bytes that adding up gradients of ``weights`` expert weights reads and writes.
 
-    More than two chunks are added up in float32. Gradients of several parts move to one tensor.
+    More than two chunks are added up in float32.
     """
     if chunks > ONE_ADDITION:
         return weights * ((8 + 2 * e) * chunks + 4 + e)
-    return weights * e * (3 * (chunks > 1) + 2 * (parts > 1))
+    return weights * e * 3 * (chunks > 1)
 
 
-def chunks_and_parts(config: Config, tokens: int, e: int, degree: int) -> tuple[int, int]:
-    """Return the number of chunks of own tokens, and of parts of a worker's experts."""
+def chunks_of_tokens(config: Config, tokens: int, e: int, degree: int) -> int:
+    """Return the number of chunks in which the experts compute own tokens."""
     model, topology = config.model, config.topology
-    chunks = expert_chunks(
+    return expert_chunks(
         tokens, model.hidden_size, model.moe, e, config.train.tile_mib << 20,
         degree=degree, chunks=topology.expert_chunks,
     )  # fmt: skip
-    return chunks, 1 if degree == 1 else expert_parts(tokens, model.moe.experts // degree, chunks)
 
 
 @dataclass(frozen=True)
@@ -262,10 +290,10 @@ class ExpertRun:
         recomputes = config.train.activation_checkpoint != "none"
         tokens, _ = own_tiles(config, self.layout, self.e)
         pairs = tokens * model.moe.top_k
-        chunks, parts = chunks_and_parts(config, tokens, self.e, degree)
+        chunks = chunks_of_tokens(config, tokens, self.e, degree)
         latency, bandwidth, share = rates.collective(outer=self.per_node % degree > 0)
-        leave = pairs * (degree - 1) / degree
-        sizes = message_bytes(model.hidden_size, self.e)
+        leave = tokens * rows_per_token(model.moe, degree)
+        sizes = message_bytes(model, self.e)
 
         def cost(post: Post) -> MessageCost | None:
             if post.message not in sizes:
@@ -274,14 +302,13 @@ class ExpertRun:
             us = 1e6 * (latency + size / bandwidth)
             return MessageCost(us, us, size)
 
-        layer = Layer(experts=True, checkpointed=recomputes, units=chunks * parts)
+        layer = Layer(experts=True, checkpointed=recomputes, units=chunks)
         product = 2e6 * pairs * model.hidden_size * model.moe.expert_size / rates.flops  # us
         products = {EXPERTS_IN: 2 * product, EXPERTS_OUT: product}
         passes = [time(program, products, cost) for program in (layer.forward(), layer.backward())]
-        copies = (
-            sum(copied_rows(degree, recomputes=recomputes)) * pairs * model.hidden_size * self.e
-        )
-        copies += summed_gradients(self._elements(degree), self.e, chunks, parts)
+        copied = sum(copied_rows(model.moe, degree, recomputes=recomputes))
+        copies = copied * pairs * model.hidden_size * self.e
+        copies += summed_gradients(self._elements(degree), self.e, chunks)
         waits = HOST_WAIT_US + sum(taken.exposed + share * taken.hidden for taken in passes)
         return 1e-6 * waits + copies / rates.memory, 1e-6 * passes[0].span
 

@@ -1,6 +1,6 @@
 """Memory of one decoder layer on one worker, for one micro-batch, in bytes.
 
-With expert parallelism, all workers are taken to receive as many rows as they send.
+With expert parallelism, tokens are taken to choose their experts at random (`rows_per_token`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mtrain_cli.model.tiling import ONE_ADDITION, layers_with_products
 from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_traffic import chunks_and_parts
+from mtrain_cli.training.expert_traffic import chunks_of_tokens, rows_per_token
 from mtrain_cli.training.flops import attention_kept, own_tiles
 
 # Hidden states of a tile in messages of its neighbors: the gathered input of the MLP, and the two
 # sums in front of it and behind it.
 _IN_FLIGHT = 3
-_INT64 = 8
+_INT64, _INT32 = 8, 4
 _HIGH = 4  # bytes of float32, the dtype of the router
 
 
@@ -183,7 +183,7 @@ class ExpertMemory:
     tokens, sequences: of this worker, in a micro-batch.
     e: bytes of the compute dtype. The router computes in float32.
     degree: number of workers over which the experts are dealt.
-    chunks, parts: number of chunks of tokens, and of parts of a worker's experts if rows travel.
+    chunks: number of chunks of tokens.
     recompute: whether the layer is checkpointed.
     """
 
@@ -193,7 +193,6 @@ class ExpertMemory:
     e: int
     degree: int = 1
     chunks: int = 1
-    parts: int = 1
     recompute: bool = False
     z_loss: bool = False
 
@@ -202,15 +201,19 @@ class ExpertMemory:
         """Return the memory of a run's experts; `topology.expert_parallel=auto` counts as 1."""
         train, given = config.train, config.topology.expert_parallel
         degree = given if isinstance(given, int) else 1
-        chunks, parts = chunks_and_parts(config, tokens, e, degree)
+        chunks = chunks_of_tokens(config, tokens, e, degree)
         return ExpertMemory(
-            config.model, tokens, train.micro_batch, e, degree, chunks, parts,
+            config.model, tokens, train.micro_batch, e, degree, chunks,
             recompute=train.activation_checkpoint != "none", z_loss=bool(train.router_z_loss),
         )  # fmt: skip
 
     @property
     def _pairs(self) -> int:
         return self.tokens * self.model.moe.top_k
+
+    @property
+    def _leaving(self) -> float:
+        return rows_per_token(self.model.moe, self.degree)
 
     @property
     def _matrix(self) -> int:
@@ -226,11 +229,11 @@ class ExpertMemory:
     def decision(self) -> int:
         """Bytes of the routing decision (`routing.Decision`), which is kept until backward ends."""
         moe = self.model.moe
-        # If rows travel, also their orders here and there (`expert_parallel.Tile`).
-        numbers = (7 if self.degree > 1 else 3) * _INT64
-        if self.degree > 1 and self.recompute:
-            numbers += _HIGH  # scores that arrived
-        return numbers * self._pairs + _HIGH * moe.experts * (1 + self.sequences)
+        size = 3 * _INT64 * self._pairs + _HIGH * moe.experts * (1 + self.sequences)
+        if self.degree > 1:  # places here, there and of sums, and scores (`expert_parallel.Tile`)
+            places = 2 + self._leaving + self.recompute
+            size += round(_INT32 * (places * self._pairs + self.degree * self.tokens))
+        return size
 
     @property
     def saved(self) -> int:
@@ -305,34 +308,35 @@ class ExpertMemory:
         )
 
     def _travelling(self) -> int:
-        """Return the bytes of a part of the experts and of the gradients, if rows travel.
+        """Return the bytes of a chunk and of the gradients of the weights, if rows travel.
 
-        A part holds what a chunk holds in `_by_chunks`. While it computes, inputs of the next part
-        and results of the previous one travel. The moments: message, start, scores, gate, input,
-        weights (twice), sum of the chunk, end.
+        A chunk holds what it holds in `_by_chunks`. While it computes, inputs of the next chunk and
+        sums of the previous one travel. The moments: message, start, scores, gate, input, weights
+        (twice), sum of the chunk, end.
         """
-        units = self.chunks * self.parts
-        rows, wide = self._sizes(units)
-        leave = rows * (self.degree - 1) // self.degree
-        returned, _ = self._sizes(self.chunks)
+        rows, wide = self._sizes(self.chunks)
+        own = self.e * -(-self.tokens // self.chunks) * self.model.hidden_size
+        leave = round(own * self._leaving)
         low, matrix, in_high = self.e < _HIGH, self._matrix, _HIGH * wide // self.e
-        before = self._gradients if units > 1 else 0
+        several = self.chunks > 1
+        before = self._gradients if several else 0
         again = 2 * wide if self.recompute else 0
         inputs = 2 if self.recompute else 1  # else `saved` has one of them
-        back = returned * (2 if self.chunks > 1 else 1)  # also of the previous chunk
-        held, piece = before + returned * (units > 1), matrix // self.parts
+        back = (own + leave) * (1 + several)  # also of the previous chunk
+        held = before + (own + leave) * several
         largest = max(
             inputs * 2 * leave + held,
-            (inputs + 1) * rows + again + held,
+            inputs * rows + own + leave + again + held,
             inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + held,
             inputs * rows + again + 7 * wide + held,
             (inputs + 1) * rows + 3 * wide + leave + back + before,
-            inputs * rows + 3 * wide + leave + back + piece + before,
-            (inputs - 1) * rows + 2 * wide + leave + back + 2 * piece + (before or matrix),
+            inputs * rows + 3 * wide + leave + back + matrix + before,
+            (inputs - 1) * rows + 2 * wide + leave + back + 2 * matrix + (before or matrix),
             back + self._sums + self._gradients,
             self._gradients + 2 * matrix * (self.chunks > ONE_ADDITION and low),
         )
-        return largest + 2 * inputs * leave * (units > 1) + leave * (units > 2)
+        # Of two chunks, the second one has no inputs of a next chunk beside it.
+        return largest + leave * several + 2 * inputs * leave * (self.chunks > 2)
 
     @property
     def _gradients(self) -> int:

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from model.test_expert_parallel import EXPERTS, TOKENS, in_float64, planned, travelled
+from model.test_expert_parallel import Case, both_ways, moved, planned
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.training.trainer import Trainer
 
 pytestmark = [
@@ -38,13 +37,10 @@ FLOAT32 = ("train.dtype=float32", "train.kernel=reference")
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.03)]
 )
-@pytest.mark.parametrize("computed", [2 * TOKENS, 3, 0])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("hidden", "width"), [(20, 12), (64, 32), (2048, 768)])
-def test_kernels_do_what_separate_operations_do(dtype, limit, computed, hidden, width):
-    chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(2)
-    decision = decide_alone(chosen.indices.cuda(), EXPERTS)
-    decision = decision._replace(ends_E=decision.ends_E.clamp(max=computed))
-    apart, together = (travelled(fused, decision, dtype, hidden, width) for fused in (False, True))
+def test_kernels_do_what_separate_operations_do(dtype, limit, rank, hidden, width):
+    apart, together = (moved(fused, dtype, hidden, width, rank, "cuda") for fused in (False, True))
     for expected, found in zip(apart, together, strict=True):
         assert found.dtype == expected.dtype
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
@@ -52,31 +48,28 @@ def test_kernels_do_what_separate_operations_do(dtype, limit, computed, hidden, 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("tiles", "parts"), [(1, 1), (1, 4), (3, 2)])
-def test_a_gpu_plans_what_a_cpu_plans(rank, tiles, parts):
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_a_gpu_plans_what_a_cpu_plans(rank, tiles):
     shares = torch.rand(5000, 128, generator=torch.Generator().manual_seed(6))
     shares[:, 3] += 2  # an expert of all tokens, and one of none
     shares[:, 70] -= 2
-    chosen, bounds = shares.topk(8).indices, [5000 * n // tiles for n in range(tiles + 1)]
-    expected = planned(decide_alone(chosen, 128), rank, bounds, parts, fused=False)
-    found = planned(decide_alone(chosen.cuda(), 128), rank, bounds, parts, fused=True)
+    chosen = shares.topk(8).indices
+    (expected, _), (found, _) = (
+        planned(each, rank, tiles, experts=128) for each in (chosen, chosen.cuda())
+    )
     for on_cpu, on_gpu in zip(expected, found, strict=True):
-        assert on_gpu.parts == on_cpu.parts
-        for name in ("order_S", "place_S"):
+        for name in ("send", "receive", "rows", "each", "begin", "end"):
+            assert getattr(on_gpu, name) == getattr(on_cpu, name), name
+        for name in ("slot_TP", "chosen_TK", "place_TK", "ends_L"):
             assert torch.equal(getattr(on_gpu, name).cpu(), getattr(on_cpu, name)), name
-        for one, other in zip(on_gpu.rows, on_cpu.rows, strict=True):
-            assert torch.equal(one.cpu(), other)
 
 
-PLANS = [
-    (recompute, fused, tiles, parts)
-    for fused, tiles, parts in ((False, 1, 3), (True, 1, 1), (True, 3, 3), (True, 1, 3))
-    for recompute in (False, True)
-]
+SIZES = [(False, 1, 2), (True, 1, 2), (True, 3, 2), (True, 2, 1), (True, 1, 8)]
+CASES = [Case(again, *sizes) for sizes in SIZES for again in (False, True)]
 TRAININGS = [
     ("train.activation_checkpoint=none",),
     ("train.activation_checkpoint=full", "topology.expert_chunks=3"),
-    ("seq=16k", "train.activation_checkpoint=none"),  # two parts of the experts
+    ("seq=16k", "train.activation_checkpoint=none", "topology.expert_chunks=2"),
     ("seq=16k", "train.activation_checkpoint=full"),
     ("model.moe.score=sigmoid", "model.moe.scale=2.5", "model.moe.top_k=3"),
     ("model.moe.normalize=false",),
@@ -124,13 +117,13 @@ def on_gpu(rank: int, folder: str, function: Callable[..., Any], cases: Sequence
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory):
-    """Return output and gradients of each of `PLANS`, found and expected, of both ranks."""
+    """Return output and gradients of each of `CASES`, found and expected, of both ranks."""
     folder = tmp_path_factory.mktemp("layers")
-    return run(folder, in_float64, [(*plan, "cuda") for plan in PLANS])
+    return run(folder, both_ways, [(case, "cuda") for case in CASES])
 
 
 @two_gpus
-@pytest.mark.parametrize("number", range(len(PLANS)), ids=map(str, PLANS))
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
 def test_float64_experts_on_two_gpus_equal_those_of_one(layers, number):
     for result in layers[number]:
         assert not isinstance(result, str), result

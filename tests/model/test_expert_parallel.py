@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import gloo
 import numpy as np
@@ -14,47 +14,79 @@ from model.moe_models import make_module, moe_model
 
 from mtrain_cli.model import expert_parallel, expert_rows
 from mtrain_cli.model.expert_parallel import Journey, Tile, start_plan
-from mtrain_cli.model.expert_products import (
-    grouped_rows,
-    inner_gradients,
-)
-from mtrain_cli.model.routing import Decision, decide_alone
-from mtrain_cli.model.tiling import LayerExecution
+from mtrain_cli.model.expert_products import inner_gradients
+from mtrain_cli.model.expert_rows import ABSENT, numbers_of
+from mtrain_cli.model.routing import decide_alone
+from mtrain_cli.model.tiling import LayerExecution, scored_row
 from mtrain_cli.parallel.layer_groups import ExpertGroup, MessageObserver
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    ("fused", "tiles", "parts"), [(False, 3, 1), (True, 3, 3), (False, 1, 3), (True, 2, 1)]
-)
-def test_float64_experts_on_two_workers_equal_those_of_one(recompute, fused, tiles, parts):
-    if fused:
+class Case(NamedTuple):
+    """Sizes of a layer. avoided: experts that no token chooses."""
+
+    recompute: bool = False
+    fused: bool = False
+    tiles: int = 1
+    top_k: int = 2
+    avoided: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float64
+    tokens: int = 11
+    experts: int = 8
+
+
+OF_TWO = [Case(again, False, tiles) for again in (False, True) for tiles in (3, 1)]
+# Triton's interpreter is slow.
+OF_TWO += [Case(False, True, 2, tokens=3), Case(True, True, 1, tokens=5)]
+MORE = [Case(recompute=True, top_k=1), Case(top_k=1, fused=True), Case(top_k=8, tiles=2)]
+# No expert of worker 0; a few of those of the others.
+MORE += [Case(n % 2 > 0, n > 1, 2, 2, (0, 1, 2, 3, 6)) for n in range(4)]
+MORE += [Case(top_k=1, tokens=1), Case(dtype=torch.float32), Case(tiles=3, dtype=torch.float32)]
+OF_FOUR = [
+    Case(tiles=2), Case(recompute=True, fused=True), Case(top_k=8, recompute=True), Case(top_k=1),
+    Case(True, False, 3, 2, (2, 3, 4, 5, 7)), Case(recompute=True, top_k=3, dtype=torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), (2, MORE), (4, OF_FOUR)])
+def test_experts_on_several_workers_equal_those_of_one(world, cases):
+    if any(case.fused for case in cases):
         pytest.importorskip("triton")
-    for found, expected in gloo.run(2, in_float64, recompute, fused, tiles, parts):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
+    ranks = gloo.run(world, of_cases, cases)
+    for case, *results in zip(cases, *ranks, strict=True):
+        limit = 1e-12 if case.dtype == torch.float64 else 1e-5
+        for found, expected in results:
+            for name, value in expected.items():
+                error = (found[name] - value).abs().max() / value.abs().max().clamp(min=1)
+                assert error < limit, f"{case}: {name} {error:.1e}"
 
 
-def in_float64(
-    rank: int, world: int, recompute: bool, fused: bool, tiles: int, parts: int, device: str = "cpu"
+def of_cases(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    return [both_ways(rank, world, case) for case in cases]
+
+
+def both_ways(
+    rank: int, world: int, case: Case, device: str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
-    whole, part = (make_module(moe_model()).to(device) for _ in range(2))
+    model = moe_model(moe={"top_k": case.top_k, "experts": case.experts})
+    whole, part = (make_module(model).to(device, case.dtype) for _ in range(2))
+    for module in (whole, part):
+        module.selection_bias = torch.zeros(case.experts, device=device)
+        module.selection_bias[list(case.avoided)] = -10.0
     part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
-    part.execution = LayerExecution(expert_chunks=tiles, recompute=recompute)
+    part.execution = LayerExecution(expert_chunks=case.tiles, recompute=case.recompute)
     # Triton's interpreter runs the kernels.
-    expert_parallel.rows_module = lambda _: rows_of(fused)
-    expert_parallel.expert_parts = lambda *_: parts
+    expert_parallel.rows_module = lambda _: rows_of(case.fused)
     left_out: list[bool] = []
     part.sharing.observer.waiting = lambda: nullcontext(left_out.append(True))
-    own = slice(3 * rank, 3 * rank + 3)
+    own = slice(case.experts // world * rank, case.experts // world * (rank + 1))
     for name, weight in list(part.experts.named_parameters()):
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
     generator = torch.Generator().manual_seed(5)
     # Neither the input nor its gradient is contiguous, and kernels read consecutive memory.
-    x = torch.randn(world, 1, 40, 11, dtype=torch.float64, generator=generator).mT
-    grad = torch.randn(x.mT.shape, dtype=torch.float64, generator=generator).mT.to(device)
-    x = x.to(device)
+    sizes = world, 1, 40, case.tokens
+    x = torch.randn(sizes, dtype=torch.float64, generator=generator).to(device, case.dtype).mT
+    grad = torch.randn(sizes, dtype=torch.float64, generator=generator).to(device, case.dtype).mT
     inputs = x[rank].clone().requires_grad_()
     out = part(inputs)
     assert len(left_out) == 2, "neither counts nor experts belong to the compared time"
@@ -71,9 +103,9 @@ def in_float64(
     return found, expected
 
 
-@pytest.mark.parametrize("fewest", [5, 1])
+@pytest.mark.parametrize("fewest", [5, 1, 0])
 def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens(fewest):
-    """A worker with one token has one chunk, and an empty one because the others have two."""
+    """A worker with one token or none also has an empty chunk because the other one has two."""
     for found, expected in gloo.run(2, of_other_lengths, fewest):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
@@ -90,38 +122,6 @@ def of_other_lengths(rank: int, world: int, fewest: int) -> tuple[torch.Tensor, 
         return part(x), whole(x)
 
 
-TOKENS, EXPERTS, HIDDEN, WIDTH = 9, 6, 20, 12
-
-
-class Message:
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-
-    def wait(self) -> torch.Tensor:
-        return self.rows
-
-
-class Mirror:
-    """A group of two equal workers: each receives what it would send."""
-
-    rank, size, observer = 0, 2, MessageObserver()
-
-    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        own, other = counts.unflatten(1, (2, -1)).unbind(1)
-        return torch.stack([counts, torch.stack([other, own], 1).flatten(1)])
-
-    def start(
-        self,
-        rows: torch.Tensor,
-        send: list[int],
-        receive: list[int],
-        into: torch.Tensor | None = None,
-    ) -> Message:
-        assert sum(send) == len(rows)
-        assert send == receive
-        return Message(rows if into is None else into.copy_(rows))
-
-
 def rows_of(fused: bool) -> Any:
     """Return the kernels, which Triton's interpreter runs, or what PyTorch does instead."""
     if not fused:
@@ -131,217 +131,173 @@ def rows_of(fused: bool) -> Any:
     return kernels
 
 
-def journey(fused: bool, decision: Decision, scores: torch.Tensor) -> Journey:
-    group: Any = Mirror()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "expert_parts", lambda *_: 1)
-        patch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
-        (tile,) = start_plan(decision, group, [0, TOKENS], TOKENS)()
-        return Journey(tile, group, scores)
+CHOSEN = torch.tensor([[0, 5], [5, 1], [2, 3], [5, 4], [0, 2], [1, 0], [3, 5]])
 
 
-def travelled(
-    fused: bool,
-    decision: Decision,
-    dtype: torch.dtype,
-    hidden: int = HIDDEN,
-    width: int = WIDTH,
+class Alone:
+    """A group whose only member plays one of two workers. The other has other numbers of rows."""
+
+    size, observer = 2, MessageObserver()
+
+    def __init__(self, rank: int, other: torch.Tensor) -> None:
+        self.rank, self.other = rank, other
+
+    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        both = [counts, self.other.expand_as(counts)]
+        return torch.stack(both if self.rank == 0 else both[::-1])
+
+
+def planned(
+    chosen: torch.Tensor, rank: int, tiles: int, experts: int = 6
+) -> tuple[tuple[Tile, ...], torch.Tensor]:
+    """Return the plan of a worker of two, and the numbers of rows of the other."""
+    other = torch.arange(1, experts + 3, device=chosen.device)
+    group: Any = Alone(rank, other)
+    bounds = [len(chosen) * n // tiles for n in range(tiles + 1)]
+    return start_plan(decide_alone(chosen, experts), group, bounds)(), other
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_token_leaves_once_and_each_pair_has_its_place_behind_those_of_lower_ranks(rank, tiles):
+    plan, other = planned(CHOSEN, rank, tiles)
+    for tile in plan:
+        own, chosen = tile.end - tile.begin, CHOSEN[tile.begin : tile.end]
+        leaving = [n for n, both in enumerate(chosen // 3 == 1 - rank) if both.any()]
+        assert tile.send[1 - rank] == len(leaving)
+        assert tile.slot_TP[:, rank].tolist() == list(range(own))
+        slots = [ABSENT] * own
+        for place, token in enumerate(leaving):
+            slots[token] = own + place
+        assert tile.slot_TP[:, 1 - rank].tolist() == slots
+        assert tile.receive[1 - rank] == other[6 + rank]
+        counts = np.bincount(chosen.flatten(), minlength=6)
+        totals = counts + other[:6].numpy()
+        assert tile.ends_L.tolist() == np.cumsum(totals[3 * rank : 3 * rank + 3]).tolist()
+        assert tile.ends_L.dtype == tile.place_TK.dtype == torch.int32
+        assert tile.rows == tile.ends_L[-1]
+        next_place = [totals[e // 3 * 3 : e].sum() for e in range(6)]
+        next_place += other[:6].numpy() * (rank == 1)
+        for place, expert in zip(tile.place_TK.flatten(), chosen.flatten(), strict=True):
+            assert place == next_place[expert]
+            next_place[expert] += 1
+
+
+def test_padding_does_not_travel():
+    # Only the first pair of each expert is computed; padding comes last.
+    decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)._replace(
+        order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
+        ends_E=torch.tensor([1, 2], dtype=torch.int32),
+    )  # fmt: skip
+    group: Any = Alone(0, torch.tensor([0, 0, 0, 0]))
+    (tile,) = start_plan(decision, group, [0, 2])()
+    assert (tile.send, tile.rows) == ([0, 1], 1)
+    assert tile.slot_TP.tolist() == [[0, 2], [1, ABSENT]]
+    assert tile.place_TK.tolist() == [[0, 0], [ABSENT, ABSENT]]
+
+
+def moved(
+    fused: bool, dtype: torch.dtype, hidden: int, width: int, rank: int, device: str = "cpu"
 ) -> list[torch.Tensor]:
-    """Let rows travel, and return what each step gives."""
-    generator, device = torch.Generator().manual_seed(4), decision.order_S.device
+    """Return what each step of a worker of two gives for random rows."""
+    generator = torch.Generator().manual_seed(4)
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
+    (tile,), _ = planned(CHOSEN.to(device), rank, 1)
+    rows, (tokens, top_k) = rows_of(fused), CHOSEN.shape
     high = torch.promote_types(dtype, torch.float)
-    scores = torch.rand(TOKENS, 2, generator=generator).to(device, high)
-    own = journey(fused, decision, scores)
-    (part,), x = own._tile.parts, numbers(TOKENS, hidden)
-    rows, arrived = own.arrived(own.start_rows(x, part, scored=True), x, part, scored=True)
-    assert arrived is not None
-    again, nothing = own.arrived(own.start_rows(x, part), x, part)
-    assert nothing is None
-    assert torch.equal(rows, again)
-    gate_up, down = numbers(len(rows), 2 * width), numbers(EXPERTS // 2, hidden, width)
-    ends, later = own._tile.ends_L(part), list[torch.Tensor]()
-    out = grouped_rows(own.rows.gated(gate_up, arrived), down, ends)
-    found = [rows, arrived, out]
+    scores, x = numbers(tokens, top_k).to(high).sigmoid(), numbers(tokens, hidden)
+    itemsize = x.element_size()
+    plain = x.new_empty(sum(tile.send), hidden)
+    rows.leaving(x, tile.slot_TP, plain)
+    scored = x.new_zeros(sum(tile.send), scored_row(hidden, itemsize, 2 * top_k))
+    rows.leaving(x, tile.slot_TP, scored, (scores, tile.chosen_TK, tile.place_TK), tile.each)
+    found = [plain, scored[:, :hidden], *(n[:, -2 * top_k :] for n in numbers_of(scored, high))]
+    found[2] = found[2][:, :top_k]
+    found[3] = found[3][:, top_k:]
+    # Places in any order; one pair in four is absent.
+    arrived, computed = numbers(5, hidden), 18
+    places = torch.full((tokens + 5, top_k), ABSENT, dtype=torch.int32)
+    places.view(-1)[torch.randperm(places.numel(), generator=generator)[:computed]] = torch.arange(
+        computed, dtype=torch.int32
+    )
+    places, all_scores = places.to(device), numbers(tokens + 5, top_k).to(high).sigmoid()
+    (x_RC, arrived_R1), (again, none) = (
+        rows.spread(x, arrived, places, computed, given) for given in (all_scores, None)
+    )
+    assert none is None
+    assert torch.equal(x_RC, again)
+    wide = x.new_zeros(tokens + 5, scored_row(hidden, itemsize, top_k))
+    rows.summed(x_RC, places, wide, hidden, high)
+    gate_up, down = numbers(computed, 2 * width), numbers(3, hidden, width)
+    ends = torch.tensor([4, 4, computed], dtype=torch.int32, device=device)
+    gated, later = rows.gated(gate_up, arrived_R1), list[torch.Tensor]()
+    found += [x_RC, arrived_R1, wide, gated]
     found += inner_gradients(
-        [rows], gate_up, arrived, down, ends, lambda *both: later.extend(both),
-        fused=own.rows.gate_backward,
+        [x_RC], gate_up, arrived_R1, down, ends, lambda *both: later.extend(both),
+        fused=rows.gate_backward,
     )  # fmt: skip
-    assert later.pop(0) is rows
-    sums, sums_back, back = torch.empty_like(x), torch.empty_like(x), torch.empty_like(scores)
-    own.start_back(out, part)
-    own.add_up(sums)
-    own.start_back(out, part, arrived[:, 0].contiguous())
-    own.add_up(sums_back, back)
-    assert torch.equal(sums, sums_back)
-    return [*found, *later, sums, back]
+    nothing = rows.spread(x[:0], arrived[:0], places[:0], 0, all_scores[:0])
+    assert [len(each) for each in nothing] == [0, 0]
+    rows.summed(x_RC[:0], places, wide, hidden, high)
+    return [*found, *later, wide]
 
 
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 )
-@pytest.mark.parametrize("computed", [2 * TOKENS, 3, 0])
-def test_kernels_do_what_separate_operations_do(dtype, limit, computed):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kernels_do_what_separate_operations_do(dtype, limit, rank):
     pytest.importorskip("triton")
-    chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(2)
-    decision = decide_alone(chosen.indices, EXPERTS)
-    decision = decision._replace(ends_E=decision.ends_E.clamp(max=computed))
-    apart, together = (travelled(fused, decision, dtype) for fused in (False, True))
+    apart, together = (moved(fused, dtype, 20, 12, rank) for fused in (False, True))
     for expected, found in zip(apart, together, strict=True):
         assert found.dtype == expected.dtype
         assert expected.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
+    assert expert_parallel.rows_module(apart[0]) is expert_rows
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_score_returns_to_its_pair_and_rows_are_added_up(fused):
-    pytest.importorskip("triton")
-    chosen = torch.tensor([[0, 5], [3, 1], [4, 2]] * 3)
-    scores = torch.rand(TOKENS, 2)
-    own = journey(fused, decide_alone(chosen, EXPERTS), scores)
-    (part,), x = own._tile.parts, torch.randn(TOKENS, HIDDEN)
-    rows, arrived = own.arrived(own.start_rows(x, part, scored=True), x, part, scored=True)
-    assert arrived is not None
-    # The mirror sends back own rows in the order in which they left.
-    place = own._tile.place_R(part)[: part.arriving]
-    assert torch.equal(rows[place], x[own._tile.order_S[part.leave] // 2])
-    sums, back = torch.empty_like(x), torch.empty_like(scores)
-    own.start_back(rows, part, arrived[:, 0].contiguous())
-    own.add_up(sums, back)
-    assert torch.equal(sums, x + x)
-    assert torch.equal(back, scores)
-    assert expert_parallel.rows_module(scores) is expert_rows
-
-
-class Alone:
-    """A group whose only member plays each worker in turn: all have the same counts."""
-
-    observer = MessageObserver()
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        return torch.stack([counts] * self.size)
-
-
-def planned(
-    decision: Decision, rank: int, bounds: list[int], parts: int, fused: bool
-) -> tuple[Tile, ...]:
+def test_a_token_is_summed_on_each_worker_then_over_the_workers_by_rank(fused):
+    """Numbers of many sizes, whose sum in float32 depends on the order."""
     if fused:
         pytest.importorskip("triton")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "expert_parts", lambda *_: parts)
-        patch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
-        group: Any = Alone(rank, 2)
-        return start_plan(decision, group, bounds, len(decision.chosen_TK))()
+    generator = torch.Generator().manual_seed(8)
+    chosen = torch.rand(3, 30, 12, generator=generator).topk(6).indices
+    # The same tokens on each worker
+    chosen, size = chosen[:1].expand(3, -1, -1), torch.rand(30, 6, generator=generator)
+    values = (torch.randn(30, 6, generator=generator) * 10 ** (6 * size)).float()
+    expected, by_choice = torch.zeros(30), torch.zeros(30)
+    for worker in range(3):
+        of_worker = torch.zeros(30)
+        for choice in range(6):
+            there = chosen[0, :, choice] // 4 == worker
+            of_worker += torch.where(there, values[:, choice], 0.0)
+        expected += of_worker
+    for choice in range(6):
+        by_choice += values[:, choice]
+    assert not torch.equal(by_choice, expected)
+    for sums, numbers in gloo.run(3, summed_up, fused, chosen, values):
+        assert torch.equal(sums, expected[:, None].expand(-1, 4))
+        assert torch.equal(numbers, values), "each number returns to its pair"
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("tiles", [1, 3, 7])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_pair_is_computed_once_by_the_worker_of_its_expert(tiles, parts, rank, fused):
-    chosen = torch.tensor([[0, 5], [5, 1], [2, 3], [5, 4], [0, 2], [1, 0], [3, 5]])
-    bounds = [len(chosen) * n // tiles for n in range(tiles + 1)]
-    plan = planned(decide_alone(chosen, 6), rank, bounds, parts, fused)
-    assert [tile.begin for tile in plan] == bounds[:-1]
-    assert [tile.end for tile in plan] == bounds[1:]
-    for tile in plan:
-        pairs = chosen[tile.begin : tile.end].flatten()
-        assert sorted(tile.order_S.tolist()) == list(range(len(pairs)))
-        assert tile.order_S[tile.place_S].tolist() == list(range(len(pairs)))
-        for part in tile.parts:
-            of_part = range(3)[part.experts]
-            there = pairs[tile.order_S[part.leave]].tolist()
-            assert there == sorted(there), "ordered by expert"
-            here = (pairs[tile.order_S[part.stay]] - 3 * rank).tolist()
-            assert here == sorted(here)
-            assert {expert - 3 * (1 - rank) for expert in there} <= set(of_part)
-            assert set(here) <= set(of_part)
-            assert part.send[1 - rank] == len(there)
-            # The other worker has the same pairs, so as many arrive as stay.
-            assert part.receive[1 - rank] == part.arriving == len(here)
-            assert part.send[rank] == part.receive[rank] == 0
-            rows = torch.tensor([*here, *here])  # first those that arrive
-            ordered = rows[tile.order_R(part)]
-            assert (ordered.diff() >= 0).all()
-            assert torch.equal(ordered[tile.place_R(part)], rows)
-            expected = [2 * here.count(expert) for expert in of_part]
-            assert tile.ends_L(part).tolist() == np.cumsum(expected).tolist()
-            assert tile.ends_L(part).dtype == torch.int32
-
-
-@pytest.mark.parametrize("bounds", [[0, 4], [0, 2, 4]])
-def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, bounds):
-    given = []
-    monkeypatch.setattr(expert_parallel, "expert_parts", lambda *sizes: given.append(sizes) or 1)
-    group: Any = Alone(0, 2)
-    start_plan(decide_alone(torch.tensor([[0], [3], [1], [5]]), 6), group, bounds, 4)()
-    assert set(given) == {(4, 3, len(bounds) - 1)}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_padding_does_not_travel(fused):
-    decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)
-    # Only the first pair of each expert is computed; padding comes last.
-    kept = decision._replace(
-        order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
-        ends_E=torch.tensor([1, 2], dtype=torch.int32),
-    )  # fmt: skip
-    (tile,) = planned(kept, 0, [0, 2], 1, fused)
-    (part,) = tile.parts
-    assert tile.order_S.tolist() == [1, 0], "the pair that leaves comes first"
-    assert tile.place_S.tolist() == [1, 0, 4, 4]
-    assert (part.send, part.receive) == ([0, 1], [0, 1])
-
-
-class Uneven(Alone):
-    """The other of two workers has its own counts."""
-
-    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        other = torch.tensor([[3, 1, 2, 5]])
-        return torch.stack([counts, other] if self.rank == 0 else [other, counts])
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    ("rank", "order", "ends", "send", "receive"),
-    [
-        # Rows of the other worker: 3 of expert 0, 1 of expert 1. Own rows: 1 and 2 of them.
-        (0, [0, 1, 2, 4, 3, 5, 6], [4, 7], [0, 1], [0, 4]),
-        # Rows of the other worker: 2 of expert 2, 5 of expert 3. Own rows: none and 1 of them.
-        (1, [0, 1, 2, 3, 4, 5, 6, 7], [2, 8], [3, 0], [7, 0]),
-    ],
-)
-def test_rows_of_own_tokens_come_behind_those_that_arrive(
-    monkeypatch, fused, rank, order, ends, send, receive
-):
-    if fused:
-        pytest.importorskip("triton")
-    monkeypatch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
-    group: Any = Uneven(rank, 2)
-    (tile,) = start_plan(decide_alone(torch.tensor([[1], [0], [3], [1]]), 4), group, [0, 4], 4)()
-    (part,) = tile.parts
-    assert tile.order_R(part).tolist() == order
-    assert tile.place_R(part)[tile.order_R(part)].tolist() == list(range(len(order)))
-    assert tile.ends_L(part).tolist() == ends
-    assert (part.send, part.receive) == (send, receive)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_kernels_order_more_pairs_than_one_of_their_steps(rank):
-    """Experts have 1,100 to 2,900 pairs: a step of a kernel moves 1,024."""
-    generator = torch.Generator().manual_seed(7)
-    shares = torch.rand(4000, 4, generator=generator) + torch.tensor([0.4, 0.0, 0.2, 0.0])
-    decision = decide_alone(shares.topk(2).indices, 4)
-    ((expected,), (found,)) = (planned(decision, rank, [0, 4000], 2, fused) for fused in (0, 1))
-    assert min(decision.ends_E.diff().tolist()) > 1024
-    assert found.parts == expected.parts
-    assert torch.equal(found.order_S, expected.order_S)
-    assert torch.equal(found.place_S, expected.place_S)
-    for one, other in zip(found.rows, expected.rows, strict=True):
-        assert torch.equal(one, other)
+def summed_up(
+    rank: int, world: int, fused: bool, chosen: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let each pair's expert return the value of the pair. Return sums, and values that return."""
+    expert_parallel.rows_module = lambda _: rows_of(fused)
+    group = ExpertGroup(rank, world, dist.group.WORLD)
+    (tile,) = start_plan(decide_alone(chosen[rank], 12), group, [0, 30])()
+    journey = Journey(tile, group, values)
+    x = torch.arange(30.0)[:, None].expand(-1, 4).contiguous()
+    rows, of_pairs = journey.arrived(journey.start_rows(x, scored=True), x, scored=True)
+    assert of_pairs is not None
+    tokens = (values.flatten()[None] == of_pairs).nonzero()[:, 1] // 6
+    assert torch.equal(rows, x[tokens])
+    sums, numbers = torch.empty(30, 4), torch.empty(30, 6)
+    journey.start_back(of_pairs.expand(-1, 4).contiguous(), of_pairs[:, 0].contiguous()).wait()
+    journey.add_up(sums, numbers)
+    return sums, numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import comb
 
 import numpy as np
 import pytest
@@ -62,12 +63,14 @@ def exchange(loads: ExpertLoads, *words: str, bound: str = VALUE) -> RowExchange
     ],
 )
 def test_a_step_receives_the_bytes_that_training_counts(degree, words):
-    found = dealt(degree, *words, loads=UNEVEN)
+    even, found = (dealt(degree, *words, loads=loads) for loads in (None, UNEVEN))
     plan = found.plan
     formula = expert_traffic(plan.config, plan.dims, plan.layout, plan.dtype_bytes, degree)
     layers = layer_kinds(plan.config.model)[True] / plan.dims.pp
+    assert even.step.experts is not None
     assert found.step.experts is not None
-    assert found.step.experts.size == pytest.approx(layers * formula.rows, rel=1e-6)
+    assert even.step.experts.size == pytest.approx(layers * formula.rows, rel=1e-6)
+    assert 0.9 < found.step.experts.size / even.step.experts.size < 1
     assert found.step.sent == pytest.approx(
         plan.received.weights, rel=0.2 if plan.dims.pp > 1 else 1e-3
     )
@@ -88,27 +91,31 @@ def computing(one: RowExchange) -> tuple[np.ndarray, np.ndarray]:
     return one._computing(layer.forward(), 0), one._computing(layer.backward(), 1)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
-    """Equal loads: all workers compute alike, and messages of two parts hide behind products."""
-    monkeypatch.setattr(expert_cost, "chunks_and_parts", lambda *_: (1, 1))
+LEAVE = 7 * (1 - comb(112, 8) / comb(128, 8))  # workers to which a token of eight workers is sent
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_clocks_of_a_group_by_hand(chunks):
+    """Equal loads: all workers compute alike, and messages of two chunks hide behind products."""
     one = exchange(ExpertLoads(), "train.activation_checkpoint=none", "topology.expert_chunks=1")
     forward, backward = computing(one)
     assert np.ptp(forward) == np.ptp(backward) == 0
-    rows, scored = (one._message(4096 * 8 * 7 / 8 * (2048 * 2 + n))[0] for n in (0, 16))
-    counts = one._message(8 * 128 * 7, to_all=False)[0] + expert_cost.WAIT_FOR_NUMBERS.value
+    rows, scored, scored_back = (
+        one._message(4096 * LEAVE * (2048 * 2 + n))[0] for n in (0, 64, 32)
+    )
+    counts = one._message(8 * (128 + 8) * 7, to_all=False)[0] + expert_cost.WAIT_FOR_NUMBERS.value
     found = one.forward()
-    assert found.exposed == pytest.approx(rows + scored + counts)
+    assert found.exposed == pytest.approx(rows + scored + counts, rel=1e-9)
     assert found.hidden == pytest.approx(0, abs=1e-6)
     assert found.span == pytest.approx(rows + scored + forward[0, 0])
     # Backward: the gradient's rows return with those of scores; products of the weights hide most.
     back = one.backward()
-    hidden = min(scored, backward[0, 0] * 3 / 6)
-    assert back.exposed == pytest.approx(rows + scored - hidden)
+    hidden = min(scored_back, backward[0, 0] * 3 / 6)
+    assert back.exposed == pytest.approx(rows + scored_back - hidden)
     assert back.late == found.late == 0
-    if parts > 1:
-        monkeypatch.setattr(expert_cost, "chunks_and_parts", lambda *_: (1, parts))
-        two = exchange(ExpertLoads(), "train.activation_checkpoint=none")
+    if chunks > 1:
+        words = "train.activation_checkpoint=none", f"topology.expert_chunks={chunks}"
+        two = exchange(ExpertLoads(), *words)
         assert two.forward().hidden > 0
         assert two.forward().exposed < found.exposed
         assert two.forward().size == pytest.approx(found.size)
@@ -135,7 +142,7 @@ def test_workers_wait_for_those_with_popular_experts():
     assert even.late == 0
     assert low.late < likely.late < high.late
     assert likely.exposed > even.exposed, "the busiest worker's messages take the longest"
-    assert likely.size == pytest.approx(even.size), "the mean is as large"
+    assert likely.size < even.size, "tokens choose several popular experts of one worker"
 
 
 def test_recorded_loads_are_those_of_each_layer():
@@ -155,7 +162,7 @@ def test_without_checkpointing_rows_travel_once_less():
         exchange(ExpertLoads(), f"train.activation_checkpoint={kind}").backward()
         for kind in ("none", "full")
     )
-    assert again.size - kept.size == pytest.approx(4096 * 8 * 7 / 8 * 2048 * 2)
+    assert again.size - kept.size == pytest.approx(4096 * LEAVE * 2048 * 2)
 
 
 def test_groups_across_nodes_wait_longer():

@@ -21,7 +21,6 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
-from mtrain_cli.model import tiling
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
@@ -349,11 +348,3 @@ def step_peaks(
 ) -> list[tuple[int, int]]:
     """Return `step_peak` of several cases in one process group."""
     return [step_peak(rank, world, *case) for case in cases]
-
-
-def step_peaks_in_parts(
-    rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]
-) -> list[tuple[int, int]]:
-    """Return `step_peaks` of experts in as many parts as long sequences have."""
-    tiling._PART_TOKENS = 64
-    return step_peaks(rank, world, cases)

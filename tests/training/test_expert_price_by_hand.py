@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import comb
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,12 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.program import Compute, Message, Post, work
 from mtrain_cli.training import expert_traffic
-from mtrain_cli.training.expert_traffic import ExpertRun, chunks_and_parts
+from mtrain_cli.training.expert_traffic import ExpertRun, chunks_of_tokens
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
 HOST = 4e-3
+LEAVE = 1 - comb(64, 8) / comb(128, 8)  # of the tokens in degree 2
 ROUND = Rates(
     flops=1e12, inner=1e9, outer=1e8, memory=1e10, inner_latency=1e-3, outer_latency=2e-3,
     inner_share=0.25, outer_share=0.5,
@@ -44,13 +46,11 @@ def run(seq: str, per_node: int, *words: str, degree: int | str = 2, **dims: int
     return ExpertRun(config, ParallelDims(**dims), layout, 2, per_node)
 
 
-def seconds_of_messages(tokens: int, latency: float, bandwidth: float) -> tuple[float, float]:
-    """Return the seconds of rows and of scored rows in degree 2, where half of them leave."""
-    leave = tokens * TOP_K / 2
-    # A score takes 16 bytes.
-    sizes = HIDDEN * 2, HIDDEN * 2 + 16
-    rows, scored = (latency + leave * size / bandwidth for size in sizes)
-    return rows, scored
+def seconds_of_messages(tokens: float, latency: float, bandwidth: float) -> list[float]:
+    """Return the seconds of rows, of rows with scores, and of rows with their gradients."""
+    # There, a pair has a score and a place of four bytes each; back, one gradient.
+    sizes = HIDDEN * 2, HIDDEN * 2 + TOP_K * 8, HIDDEN * 2 + TOP_K * 4
+    return [latency + LEAVE * tokens * size / bandwidth for size in sizes]
 
 
 INSIDE, BETWEEN = (1e-3, 1e9, 0.25), (2e-3, 1e8, 0.5)
@@ -73,14 +73,14 @@ def test_products_hide_all_messages_but_those_at_the_ends(
 ):
     rates(flops=1e10)
     latency, bandwidth, share = link
-    rows, scored = seconds_of_messages(tokens, latency, bandwidth)
+    rows, scored, back = seconds_of_messages(tokens, latency, bandwidth)
     # Forward, a message there and one back. In backward, the first rows; the others travel
     # during products, from which they take a share of the GPU.
-    waits = HOST + (scored + rows) + rows + share * (rows + scored)
-    # Half of the rows leave and return: two copies in forward and in each of the two messages of
-    # backward. A copy reads and writes. All rows are written where others return, in both passes.
-    copied = (2 * 0.5 + 2) + (2 * 0.5 * 2 + 2)
-    copies = copied * tokens * TOP_K * HIDDEN * 2 / 1e10
+    waits = HOST + (scored + rows) + rows + share * (rows + back)
+    # A token is read for each message there, and written if it leaves: one in forward, two in
+    # backward. In both passes, sums are written here and there, and read when they return.
+    copied = (1 + 2) * (1 + LEAVE) + (2 + 2) * (1 + LEAVE)
+    copies = copied * tokens * HIDDEN * 2 / 1e10
     found = run("2k", per_node, *words, **dims).row_seconds()
     assert found == pytest.approx(micro_batches * (waits + copies))
 
@@ -88,15 +88,15 @@ def test_products_hide_all_messages_but_those_at_the_ends(
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_short_products_hide_little(rates, kind):
     rates(flops=1e15)
-    rows, scored = seconds_of_messages(1024, 1e-3, 1e9)
+    rows, scored, back = seconds_of_messages(1024, 1e-3, 1e9)
     product = 2 * 1024 * TOP_K * HIDDEN * WIDTH / 1e15
     # With checkpointing the rows travel twice, and two more of eight products run. Between the
     # last rows and the message back lie three products, and three run during that message.
-    exposed = 2 * rows + scored - 5 * product if kind == "full" else rows + scored - 3 * product
-    hidden = (2 if kind == "full" else 1) * rows + scored - exposed
+    exposed = 2 * rows + back - 5 * product if kind == "full" else rows + back - 3 * product
+    hidden = (2 if kind == "full" else 1) * rows + back - exposed
     waits = HOST + scored + rows + exposed + 0.25 * hidden
     copied = 7 if kind == "full" else 6
-    copies = copied * 1024 * TOP_K * HIDDEN * 2 / 1e10
+    copies = copied * (1 + LEAVE) * 1024 * HIDDEN * 2 / 1e10
     found = run("2k", 2, f"train.activation_checkpoint={kind}").row_seconds()
     assert found == pytest.approx(waits + copies)
 
@@ -104,13 +104,13 @@ def test_short_products_hide_little(rates, kind):
 @pytest.mark.parametrize(
     ("chunks", "units", "sums"),
     [
-        ("auto", 4, 2 * 2),  # four parts, whose gradients move to one tensor in bfloat16
-        (2, 4, 2 * (3 + 2)),  # two parts of each chunk; one addition of two chunks
-        (3, 3, 3 * (8 + 2 * 2) + 4 + 2),  # no parts; three chunks are added up in float32
+        ("auto", 1, 0),
+        (2, 2, 2 * 3),  # one addition of two chunks
+        (3, 3, 3 * (8 + 2 * 2) + 4 + 2),  # three chunks are added up in float32
     ],
 )
-def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, sums):
-    """A worker has 16K tokens, and messages of 4K tokens or more."""
+def test_each_chunk_has_its_messages(monkeypatch, chunks, units, sums):
+    """A worker has 16K tokens."""
     passes = []
 
     def clocks(program, products, cost):
@@ -122,18 +122,18 @@ def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, su
 
     monkeypatch.setattr(expert_traffic, "time", clocks)
     given = run("32k", 2, f"topology.expert_chunks={chunks}", "train.tile_mib=0")
-    rows, scored = seconds_of_messages(16_384 // units if units == 4 else 16_384 / 3, 1e-3, 1e9)
+    rows, scored, scored_back = seconds_of_messages(16_384 / units, 1e-3, 1e9)
     found = given.row_seconds()
     product = 2e6 * 16_384 * TOP_K * HIDDEN * WIDTH / 1e12
     to_experts = {Message.SCORED: 1e6 * scored, Message.ROWS_BACK: 1e6 * rows}
-    back = {Message.ROWS: 1e6 * rows, Message.SCORED_BACK: 1e6 * scored}
-    for (parts, us, computing), messages, products in zip(
+    back = {Message.ROWS: 1e6 * rows, Message.SCORED_BACK: 1e6 * scored_back}
+    for (found_units, us, computing), messages, products in zip(
         passes, (to_experts, back), (3, 8), strict=True
     ):
-        assert parts == pytest.approx(units)
+        assert found_units == pytest.approx(units)
         assert us == pytest.approx(messages)
         assert computing == pytest.approx(products * product)
-    copies = (7 * 16_384 * TOP_K * HIDDEN * 2 + sums * WEIGHTS / 2) / 1e10
+    copies = (7 * (1 + LEAVE) * 16_384 * HIDDEN * 2 + sums * WEIGHTS / 2) / 1e10
     assert found == pytest.approx(HOST + 2 * (3 + 0.25 * 8) + copies)
 
 
@@ -214,13 +214,13 @@ def test_one_worker_of_an_expert_waits_for_no_weights(monkeypatch):
 
 
 def test_experts_run_as_long_as_their_products_and_messages(monkeypatch):
-    """In forward of one part: two messages around three products."""
+    """In forward of one chunk: two messages around three products."""
     hidden = []
     monkeypatch.setattr(
         ExpertRun, "weights", lambda _run, _degree, forward, _: hidden.append(forward) or 0.0
     )
     run("2k", 2).price(2)
-    rows, scored = seconds_of_messages(1024, 1e-3, 1e9)
+    rows, scored, _ = seconds_of_messages(1024, 1e-3, 1e9)
     products = 3 * 2 * 1024 * TOP_K * HIDDEN * WIDTH / 1e12
     assert hidden == [pytest.approx(rows + scored + products)]
 
@@ -252,17 +252,14 @@ def test_tiles_bound_the_chunks_whose_gradients_are_summed():
     mib = 1024 * token / 2**20
     assert mib == pytest.approx(148)
     config = run("2k", 2, "train.tile_mib=50").config
-    assert chunks_and_parts(config, 1024, 2, 2) == (3, 1)
+    assert chunks_of_tokens(config, 1024, 2, 2) == 3
 
 
-def test_experts_that_do_not_divide_into_parts_travel_in_chunks():
-    """Of 34 experts on 2 workers, each holds 17. Of 32, each holds 16, in four parts."""
-    sizes = {
-        n: run("32k", 2, f"model.moe.experts={n}", "train.tile_mib=0").config for n in (32, 34)
-    }
-    assert chunks_and_parts(sizes[34], 16_384, 2, 2) == (4, 1)
-    assert chunks_and_parts(sizes[32], 16_384, 2, 2) == (1, 4)
-    assert chunks_and_parts(sizes[34], 16_384, 2, 1) == (1, 1)
+def test_many_tokens_travel_in_two_chunks():
+    config = run("32k", 2, "train.tile_mib=0").config
+    found = [chunks_of_tokens(config, tokens, 2, 2) for tokens in (32_767, 32_768, 10**6)]
+    assert found == [1, 2, 2]
+    assert chunks_of_tokens(config, 32_768, 2, 1) == 1
 
 
 def test_a_given_degree_is_taken_and_rows_of_an_open_one_have_no_price():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import pytest
 
 from mtrain_cli.composition.compose import compose
@@ -25,6 +27,11 @@ def traffic(degree: int, *words: str, dp: int = 1, seq: str = "64k"):
     return expert_traffic(config, dims, make_layout("striped", 8 // dp, config.seq, 128), 2, degree)
 
 
+def leaving(degree: int) -> float:
+    """Return how many other workers have one of 8 experts that are chosen at random from 128."""
+    return (degree - 1) * (1 - comb(128 - 128 // degree, 8) / comb(128, 8))
+
+
 def test_rows_and_weights_by_hand():
     tokens, top_k, hidden, size, experts = 65_536 // 8, 8, 2048, 768, 128
     whole = 3 * experts * size * hidden
@@ -34,11 +41,12 @@ def test_rows_and_weights_by_hand():
     assert alone.weights == whole * (2 * 2 + 4) * 7 // 8
     shared = traffic(8)
     assert shared.weights == 0
-    # Row and score there, the row back; the row again; its gradient there and back, with the
-    # gradient of the score. A score takes 16 bytes.
-    assert shared.rows == tokens * top_k * (5 * hidden * 2 + 2 * 16) * 7 // 8
+    # Row and scores there, the row back; the row again; its gradient there and back, with the
+    # gradients of the scores. With a score, the place of its pair travels.
+    numbers = top_k * (4 + 4) + top_k * 4
+    assert shared.rows == round(tokens * leaving(8) * (5 * hidden * 2 + numbers))
     without = traffic(8, "train.activation_checkpoint=none")
-    assert without.rows == tokens * top_k * (4 * hidden * 2 + 2 * 16) * 7 // 8
+    assert without.rows == round(tokens * leaving(8) * (4 * hidden * 2 + numbers))
     half = traffic(2)
     assert half.weights == whole // 2 * (2 * 2 + 4) * 3 // 4
     assert half.total == half.rows + half.weights
@@ -71,8 +79,8 @@ def test_all_dimensions_and_sizes_of_a_batch_by_hand():
     alone, half, whole = (expert_traffic(config, dims, layout, 2, n) for n in (1, 2, 8))
     # Two micro-batches of two sequences, of which a worker has a quarter each.
     tokens, weights = 2 * 2 * 65_536 // 4, 3 * 128 * 768 * 2048
-    assert whole.rows == tokens * 8 * (5 * 2048 * 2 + 2 * 16) * 7 // 8
-    assert half.rows == tokens * 8 * (5 * 2048 * 2 + 2 * 16) // 2
+    assert whole.rows == round(tokens * leaving(8) * (5 * 2048 * 2 + 96))
+    assert half.rows == round(tokens * leaving(2) * (5 * 2048 * 2 + 96))
     # Four gathers and two reductions, all in bfloat16.
     assert half.weights == weights // 2 * (4 * 2 + 2 * 2) * 3 // 4
     # The two workers of a tensor group add up their quarter in float32.
