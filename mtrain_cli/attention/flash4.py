@@ -169,6 +169,7 @@ def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> 
         dq, dk, dv = dense.spans_backward(
             dout, q, k, v, out, lse, delta, None, lists, scale, columns=words
         )
+        del k, v, lists, words  # before the gradients of the columns take memory
         return dq, *front.add_gradients(dk, dv, tiles)
     lists = index_lists(tiles, transposed=True)
     dq, dk, dv = dense.spans_backward(dout, *saved, _spans(tiles), lists, scale)

@@ -51,6 +51,7 @@ FAILURE = 1
 USAGE_ERROR = 2
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
 _SHOWN = 200  # characters of a path in a message
+_OF_JOBS = ("train", "profile", "eval")  # commands whose ranks meet
 INTERRUPTED = 130  # 128 + SIGINT, a shell's exit code for Ctrl-C
 
 # Typer bundles its own click and does not export this class.
@@ -106,6 +107,9 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         yield
     except ConfigError as error:
         _print_problems(error.problems)
+        if job_rank() and sys.argv[1:2] and sys.argv[1] in _OF_JOBS:
+            sys.stderr.flush()
+            tell_rank_zero(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
         lines = str(error).splitlines()
@@ -141,9 +145,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
 
 def _print_problems(problems: Iterable[str]) -> None:
     """Print each problem on stderr, by one rank per machine: all ranks of a job find the same."""
-    rank, problems = job_rank(), list(problems)
-    if rank:
-        tell_rank_zero(problems)
+    rank = job_rank()
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
     for problem in problems:

@@ -30,8 +30,9 @@ STORE_TIMEOUT = timedelta(minutes=10)
 # Environment variables that a user may set for a job. MASTER_ADDR and MASTER_PORT are others.
 SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
-_HELLO, _JOINED, _NOTE = "mtrain hello", "mtrain joined", "mtrain note"  # keys before the first
-_NOTE_TIMEOUT = timedelta(seconds=10)
+# Keys of the store before the first decision.
+_HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
+_NOTE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ def job_store(job: Job) -> Store:
             # Without a socket of ours, torch would listen on every interface.
             master_listen_fd=listen(job, job.master_port).detach() if serves else None,
         )
+        if not torchrun_serves:
+            _meet(job, store)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
@@ -192,8 +195,6 @@ def job_store(job: Job) -> Store:
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
             "rank 0's address and port."
         ) from error
-    if not torchrun_serves:
-        _meet(job, store)
     # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
@@ -217,40 +218,70 @@ def _meet(job: Job, store: Store) -> None:
                     f"started with this value, rank 0 with {size}. Start all ranks with the same "
                     "number."
                 )
+            if store.add(f"{_JOINED}/{job.rank}", 1) > 1:
+                raise ConfigError(f"RANK={job.rank}: another process has this rank, too.")
         except ConfigError as error:
-            store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *error.problems])))
+            _leave_note(job, store, error.problems)
             raise
-        store.add(f"{_JOINED}/{job.rank}", 1)
         store.add(_JOINED, 1)
         return
     store.set(_HELLO, _seal(_HELLO, str(job.world_size)))
-    end = time.monotonic() + STORE_TIMEOUT.total_seconds()
-    while store.add(_JOINED, 0) < job.world_size - 1:
-        if store.check([_NOTE]):
-            rank, *problems = json.loads(_unseal(_NOTE, store.get(_NOTE)))
-            raise ConfigError(*(f"rank {rank}: {problem}" for problem in problems))
+    end, is_noted = time.monotonic() + STORE_TIMEOUT.total_seconds(), False
+    while store.add(_JOINED, 0) + store.add(_NOTES, 0) < job.world_size - 1:
+        if not is_noted and store.check([_NOTE]):
+            # A rank that does not find the store would wait for it until STORE_TIMEOUT.
+            is_noted, end = True, time.monotonic() + _NOTE_TIMEOUT_S
         if time.monotonic() > end:
-            late = [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]
-            raise ConfigError(
-                f"WORLD_SIZE={job.world_size}: rank {show_spans(spans(late))} did not come within "
-                f"{STORE_TIMEOUT.total_seconds():g} s. Start all ranks within this time."
-            )
+            break
         time.sleep(0.05)
+    if store.check([_NOTE]):
+        raise ConfigError(*_note(store.get(_NOTE)))
+    if late := [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]:
+        raise ConfigError(
+            f"WORLD_SIZE={job.world_size}: rank {show_spans(spans(late))} did not come within "
+            f"{STORE_TIMEOUT.total_seconds():g} s. Start all ranks within this time."
+        )
+
+
+def _leave_note(job: Job, store: Store, problems: Iterable[str]) -> None:
+    store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *problems])))
+    store.add(_NOTES, 1)
+
+
+def _note(content: bytes) -> list[str]:
+    text = _unseal(_NOTE, content)
+    try:
+        rank, *problems = json.loads(text)
+    except (ValueError, TypeError):
+        return ["the job's store: a rank that does not come left a note that cannot be read."]
+    return [f"rank {rank}: {problem}" for problem in problems]
 
 
 def tell_rank_zero(problems: Iterable[str]) -> None:
-    """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise."""
+    """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise.
+
+    Give up if rank 0 does not open its store within `_NOTE_TIMEOUT_S`.
+    """
     with contextlib.suppress(Exception):
         job = current_job()
         if job is None or job.rank == 0 or _torchrun_serves() or job_store.cache_info().misses:
             return  # or it has met rank 0, and has told it
+        end = time.monotonic() + _NOTE_TIMEOUT_S
+        while True:  # torch would print its attempts
+            try:
+                socket.create_connection((job.address, job.master_port), timeout=1).close()
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    return
+                time.sleep(0.1)
         import torch.distributed as dist
 
         store = dist.TCPStore(
-            job.address, job.master_port, job.world_size, is_master=False, timeout=_NOTE_TIMEOUT,
-            wait_for_workers=False,
+            job.address, job.master_port, job.world_size, is_master=False,
+            timeout=timedelta(seconds=_NOTE_TIMEOUT_S), wait_for_workers=False,
         )  # fmt: skip
-        store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *problems])))
+        _leave_note(job, store, problems)
 
 
 def listen(job: Job, port: int) -> socket.socket:

@@ -230,9 +230,11 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 
 
 def _require_interfaces() -> None:
-    present = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in present:
+    """Raise ConfigError for an interface that gloo would not find. ``lo:1`` is an alias of lo."""
+    wanted = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
+    present = [name for _, name in socket.if_nameindex()] if wanted else []
+    for name in wanted:
+        if name.partition(":")[0] not in present:
             raise ConfigError(
                 f"GLOO_SOCKET_IFNAME={name}: {socket.gethostname()} has no such network interface; "
                 f"it has {', '.join(present)}"

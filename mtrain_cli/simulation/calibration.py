@@ -236,7 +236,7 @@ def load_calibration(*paths: Path) -> Calibration:
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
-    """Yield (form, direction, point) for both passes of a `kernel_benchmark.KernelTime`."""
+    """Yield (form, direction, point) for both passes of a `KernelTime` of mtrain_extras.bench."""
     form = str(time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE))
     pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
     if not time.get("skips", True) and form in (SPARSE, DIAGONALS):

@@ -162,17 +162,21 @@ class IndexShape:
         covered = self._blocks_of(queries * self.ways) * self.columns // 8
         return self.columns * (packed + gradients + 8) + covered
 
-    def in_front(self, queries: int, keys: int, kv_width: int, group: int, e: int) -> int:
-        """Return what `column_blocks.Front` adds to a call's backward, in bytes.
+    def in_front(
+        self, queries: int, keys: int, kv_width: int, group: int, e: int, chunks: int = 1
+    ) -> int:
+        """Return what `column_blocks.Front` adds to the backward of all heads, in bytes.
 
         Keys and values behind the front; in the front also their gradients and, with grouped heads,
         float32 sums; the longer lists; and a bit per query block and column.
+
+        kv_width: of the KV heads of a rank. chunks: calls that share the heads.
         """
         if self.rings or not self.columns or self.block != BLOCK:
             return 0
         rows, of_keys = self._blocks_of(queries * self.ways), self._blocks_of(keys)
         tiles = self.column_width // BLOCK
-        front = Front.in_backward(group, tiles, self.head_lists, rows, of_keys)
+        front = Front.in_backward(group, tiles, self.head_lists // chunks, rows, of_keys)
         if front is None:
             return 0
         tokens = self.sequences * front.blocks * BLOCK
@@ -180,8 +184,7 @@ class IndexShape:
         width, full = front.list_width(rows), list_widths(rows, self.diagonals, plain=True)[1]
         lists = self.head_lists * (front.blocks + of_keys) * (width + full)
         words = max(2, rows) * self.columns // 8
-        tensors *= kv_width // self.ways
-        return tensors + 4 * (lists - self.listed(queries, keys)) + words
+        return tensors * kv_width + 4 * (lists - self.listed(queries, keys)) + words
 
     def _blocks_of(self, tokens: int) -> int:
         """Return the number of blocks per sequence."""
@@ -304,6 +307,7 @@ class AttentionMemory:
             pieces=zigzag and self.index is None,
             index=self.index,
             intervals=self.intervals,
+            chunks=exchange.chunks,
         )
         call = (kernel.blocks if self.gathers_columns else kernel.call) // exchange.chunks
         sizes = replace(sizes, made_bytes=kernel.made)
@@ -434,12 +438,14 @@ def kernel_backward(
     pieces: bool,
     index: IndexShape | None = None,
     intervals: int = 1,
+    chunks: int = 1,
 ) -> KernelBuffers:
     """Return the bytes that a kernel's backward call allocates.
 
     queries, keys: their numbers in the call, summed over the micro-batch.
     pieces: whether flash4 is called for several rectangles.
     intervals: most intervals of keys that a query sees.
+    chunks: calls that share the heads.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
@@ -454,7 +460,8 @@ def kernel_backward(
         blocks = sums + (0 if index is None else 4 * index.listed(queries, keys))
         group = model.num_heads // model.num_kv_heads
         if index is not None:
-            blocks += index.in_front(queries, keys, kv_width, group, e)
+            of_rank = max(kv_width // index.ways, model.head_dim)
+            blocks += index.in_front(queries, keys, of_rank, group, e, chunks)
         columns += statistics + e * row if columns else 0
         return KernelBuffers(e, max(blocks, columns), blocks, columns)
     if kernel == "sdpa":

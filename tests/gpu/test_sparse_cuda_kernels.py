@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.sparse_problems import as_view_among_nan, make_problem
+from attention.sparse_problems import as_view_among_nan, column_problem, make_problem
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, make_kernel, survey
@@ -119,6 +119,40 @@ def test_sparse_attention_equals_the_oracle(
         for part, value in relative_errors.items()
         if not value < limits[part.split()[0]]
     }, relative_errors
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"width": 128, "batch": 1, "kv_heads": 1},
+        {"width": 500, "where": "striped queries", "blocks": 8},
+        {"heads": 3, "kv_heads": 3, "width": 77, "tail": 50},
+        {"width": 900, "blocks": 16, "batch": 1, "kv_heads": 4},
+    ],
+)
+def test_columns_in_the_same_call_equal_the_oracle(shape, dim):
+    kernel, oracle = make_kernel("flash4"), make_kernel("reference")
+    request = KernelRequest(
+        "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, 4, 2,
+        index=IndexRequest(128, False),
+    )  # fmt: skip
+    if missing := dict(survey(request))[kernel.name]:
+        pytest.skip(missing)
+    p = column_problem(1, **shape)
+    tiles, scale = p.tiles.to("cuda"), dim**-0.5
+    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    q, k, v, dout = (torch.randn(*t.shape[:3], dim, **like) for t in (p.q, p.k, p.v, p.dout))
+    wide = q.double(), k.double(), v.double()
+    want, want_lse = oracle.forward(*wide, tiles, scale)
+    out, lse = kernel.forward(q, k, v, tiles, scale)
+    assert error(out, want) < 4e-3
+    assert (lse.double() - want_lse).abs().max() < 1e-4
+    saved = Saved(q, k, v, want.bfloat16(), want_lse.float(), None)
+    expected = oracle.backward(dout.double(), Saved(*wide, want, want_lse, None), tiles, scale)
+    found = kernel.backward(dout, saved, tiles, scale)
+    assert max(error(a, b) for a, b in zip(found, expected, strict=True)) < 4e-3
 
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0])

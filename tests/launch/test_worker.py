@@ -13,11 +13,18 @@ import pytest
 import mtrain_cli
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import worker
 from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.launch.job import Job
 from mtrain_cli.launch.manifest import NAME
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.worker import _explain_timeouts, _require_same_config, _resume_hint
+from mtrain_cli.launch.worker import (
+    _explain_timeouts,
+    _require_interfaces,
+    _require_same_config,
+    _require_same_versions,
+    _resume_hint,
+)
 
 
 def test_ranks_with_other_settings_are_named_key_by_key():
@@ -74,3 +81,19 @@ def test_a_worker_whose_launcher_is_gone_exits(tmp_path):
     assert done.returncode == 1
     assert not re.search("Traceback", done.stderr)
     assert not any(tmp_path.iterdir()), "it exits before it writes anything"
+
+
+def test_a_package_that_one_machine_lacks_is_another_version(monkeypatch):
+    monkeypatch.setattr(worker, "package_versions", lambda: {"mtrain": "1", "flash-attn-4": "4"})
+    _require_same_versions({"mtrain": "1", "flash-attn-4": "4"}, 1)
+    with pytest.raises(ConfigError, match=r"^flash-attn-4=4: rank 1 on .* rank 0 has none\."):
+        _require_same_versions({"mtrain": "1"}, 1)
+
+
+def test_an_alias_of_an_interface_is_one(monkeypatch):
+    for name in ("lo", "lo:1", "lo,lo"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        _require_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME=eth7: "):
+        _require_interfaces()
