@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
@@ -102,11 +102,18 @@ class Loader(Generic[Batch]):
                     f"The data changed since the checkpoint: {name} has other bytes. Put it back, "
                     "or start a new run."
                 )
-        if self._next is not None:
-            if not self._next.cancel():
-                wait([self._next])  # the background thread still uses the sampler
-            self._next = None
+        self._drop_prepared()
         self._sampler.load_state(state)
+
+    def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out only these ranges of sequences (`Sampler.leave_out`) from the next step on."""
+        self._drop_prepared()
+        self._sampler.leave_out(ranges)
+
+    def _drop_prepared(self) -> None:
+        if self._next is not None and not self._next.cancel():
+            wait([self._next])  # the background thread still uses the sampler
+        self._next = None
 
     def _read(self, consumed: int) -> list[Batch]:
         first, size = consumed + self._dp_rank * self._local, self._micro_batch
@@ -118,4 +125,4 @@ class Loader(Generic[Batch]):
     def _sample(self, number: int) -> Sample:
         if self._closing.is_set():
             raise CancelledError
-        return self._dataset[self._sampler.sequence(number)]
+        return self._dataset[self._sampler.sequence(self._sampler.position(number))]

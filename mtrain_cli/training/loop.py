@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.rollbacks import read_rollbacks, write_rollbacks
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.parallel.collectives import share
 from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.training.batch import describe_targets
@@ -32,7 +35,7 @@ from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.step import NonFiniteError
+from mtrain_cli.training.step import LossSpikeError, NonFiniteError
 from mtrain_cli.training.trainer import Trainer
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
@@ -62,10 +65,16 @@ def train(
         trainer.data.check(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
-            run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
+            run_dir.checkpoints,
+            config.train.keep_checkpoints,
+            report=reports.append,
+            keep_every=config.train.keep_every,
         )
         if resume:
+            rows = [asdict(rollback) for rollback in read_rollbacks(run_dir)[0]] if first else []
+            trainer.train_state.add_rollbacks(share(rows, trainer.host_group)[0])
             trainer.resume(checkpointer)
+            trainer.train_state.can_roll_back = config.train.rollback.limit > 0 < trainer.step
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
@@ -89,7 +98,7 @@ def train(
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
                 trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-                ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
+                ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir), run_dir)
             except Exception as error:
                 for callback in trainer.callbacks:
                     try:
@@ -164,7 +173,11 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 
 
 def _loop(
-    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, stop_flag: StopFlag
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    progress: TrainingProgress,
+    stop_flag: StopFlag,
+    run_dir: RunDir,
 ) -> str:
     """Run steps until the last step or a stop request. Return a line on how training ended."""
     config, callbacks = trainer.config, trainer.callbacks
@@ -181,13 +194,23 @@ def _loop(
         except Exception as error:
             # Let the save in progress finish if all workers stop together. After any other error,
             # some workers may be gone, and the save would never finish.
-            if isinstance(error, NonFiniteError) or trainer.data.lacking:
+            is_bad_loss = isinstance(error, NonFiniteError | LossSpikeError)
+            if is_bad_loss or trainer.data.lacking:
                 _wait(checkpointer, progress)
-            if isinstance(error, NonFiniteError):
-                remedy = "Try a lower optim.lr or more optim.warmup_steps."
-                fallback = checkpointer.describe_fallback()
-                raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
-            raise
+            if not is_bad_loss:
+                raise
+            remedy = "Try a lower optim.lr or more optim.warmup_steps"
+            if trainer.train_state.can_roll_back:
+                done, most = len(trainer.train_state.rollbacks), config.train.rollback.limit
+                if done < most:
+                    _roll_back(trainer, checkpointer, progress, run_dir, str(error))
+                    saved = trainer.step
+                    continue
+                reached = f"train.rollback.limit={most} is reached"
+                remedy += ", or resume with a larger train.rollback.limit"
+                error = type(error)(f"{error}; {reached}")
+            fallback = checkpointer.describe_fallback()
+            raise type(error)(f"{error}; {fallback}. {remedy}.") from error
         stop, save = result.stop, result.save
         metrics = trainer.metrics(result, time.perf_counter() - started)
         finished = FinishedStep(result, metrics, trainer.step >= config.train.steps)
@@ -198,6 +221,7 @@ def _loop(
         if due and not finished.last and not stop:
             stop_flag.answer_saves()
             saved = _save(trainer, checkpointer, progress)
+            trainer.train_state.can_roll_back = config.train.rollback.limit > 0
     finish = stop or save or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
@@ -212,6 +236,24 @@ def _loop(
     if trainer.step >= config.train.steps:
         return f"trained to step {trainer.step}"
     return f"stopped on request after step {trainer.step}, saved"
+
+
+def _roll_back(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    progress: TrainingProgress,
+    run_dir: RunDir,
+    reason: str,
+) -> None:
+    """Go back to the newest checkpoint, record this, and tell the callbacks."""
+    rollback = trainer.roll_back(checkpointer, reason)
+    number, most = len(trainer.train_state.rollbacks), trainer.config.train.rollback.limit
+    if trainer.environment.rank == 0:
+        write_rollbacks(run_dir, trainer.train_state.rollbacks)
+    line = f"rollback {number} of at most {most}: {rollback.describe()}"
+    progress.message(line, warning=True)
+    for callback in trainer.callbacks:
+        callback.on_rollback(trainer.step)
 
 
 class MetricsLog(Callback):
@@ -238,6 +280,10 @@ class MetricsLog(Callback):
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
 
+    def on_rollback(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.go_back(step)
+
     def release(self) -> None:
         """Close the file, however training ended."""
         if self._writer is not None:
@@ -251,13 +297,18 @@ class Evaluations(PeriodicEvaluation):
         super().__init__(trainer)
         self._progress = progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
-        self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
+        self._folder = run_dir.path
+        self._writer = EvaluationWriter(self._folder, trainer.step) if first else None
         # A run that resumes at the step of its last evaluation must not repeat it.
         last = self._writer.kept[-1:] if self._writer is not None else []
         this = trainer.step, len(trainer.held_out)
         done = torch.tensor(int([(row["step"], row.get("sequences")) for row in last] == [this]))
         dist.all_reduce(done, group=trainer.host_group)
         self._done = trainer.step if done else -1
+
+    def on_rollback(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer = EvaluationWriter(self._folder, step)
 
     def evaluate(self, *, due: bool) -> None:
         trainer = self._trainer
