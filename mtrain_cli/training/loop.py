@@ -75,6 +75,8 @@ def train(
             trainer.train_state.add_rollbacks(share(rows, trainer.host_group)[0])
             trainer.resume(checkpointer)
             trainer.train_state.can_roll_back = config.train.rollback.limit > 0 < trainer.step
+            if first and trainer.train_state.rollbacks:  # a fetched run may lack the file
+                write_rollbacks(run_dir, trainer.train_state.rollbacks)
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
