@@ -167,6 +167,8 @@ def curves(
         notes.append("Bold: moving average over 1/30 of the steps (5 to 100); thin: every step.")
     if any(source.restarts for source in sources):
         notes.append("Dashed: the run restarted after it lost a worker.")
+    if any(source.rollbacks for source in sources):
+        notes.append("Dotted: the run went back to this step after a spike.")
     if any(len(source.metrics) > points for source in sources):
         notes.append(f"Long curves show {points} steps.")
     return Figure(name, title, (), views, " ".join(notes), together=True)
@@ -189,6 +191,8 @@ def _quantity(
         style = {"color": colour, "width": 1.8, "dash": "dash"}
         common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
         shapes += [{**common, "x0": r.step, "x1": r.step, "line": style} for r in source.restarts]
+        style = style | {"dash": "dot"}
+        shapes += [{**common, "x0": r.step, "x1": r.step, "line": style} for r in source.rollbacks]
     if not data:
         return None
     least, most = min((v for v in finite if v > 0), default=1.0), max(finite, default=1.0)

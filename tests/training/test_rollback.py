@@ -14,9 +14,14 @@ import torch
 from slow_cases import mostly_slow
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.evaluation.in_training import TaskEvaluations
+from mtrain_cli.evaluation.results import read_whole_results
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.profiling.periodic_profile import TrainingProfile
+from mtrain_cli.records.record_files import open_records
 from mtrain_cli.training import callback
 from mtrain_cli.training.checkpointer import load_model_state
 from mtrain_cli.training.loop import train
@@ -42,6 +47,7 @@ def run(
     lost_at: int = 0,
     resume: bool = False,
     dp: int = 1,
+    callbacks: tuple = (),
 ) -> str:
     """Train and return the text of the error that ended the run, "" without one.
 
@@ -75,7 +81,7 @@ def run(
         patch.setattr(Trainer, "train_step", poisoned)
         environment = gloo.environment(rank, world, cp=world // dp)
         try:
-            train(compose([*SMALL, *words]), run_dir, environment, resume)
+            train(compose([*SMALL, *words]), run_dir, environment, resume, callbacks)
         except RunError as error:
             return str(error)
     return ""
@@ -104,7 +110,8 @@ def assert_same(one: Path, other: Path, but: str = "") -> None:
 
 
 LEARNED = [
-    "sparsity=block_topk", "sparsity.score=learned", "sparsity.block=16", "sparsity.dense_steps=2",
+    "seq=256", "sparsity=block_topk", "sparsity.score=learned", "sparsity.block=16",
+    "sparsity.dense_steps=2", "sparsity.rank=8", "sparsity.density=0.5",
 ]  # fmt: skip
 
 
@@ -199,6 +206,24 @@ def test_without_a_checkpoint_there_is_no_rollback(tmp_path, factor):
             "earlier checkpoint. Try a lower optim.lr or more optim.warmup_steps."
         )
     assert not (tmp_path / "rollbacks.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_evaluations_and_profiles_have_each_step_once(tmp_path):
+    words = [
+        ON, "profile.every=2", "data.eval_sequences=2", "train.eval_every=1", "eval.length=64",
+        "train.eval_tasks=[perplexity]",
+    ]  # fmt: skip
+    resolved_file.save(compose([*SMALL, *words]), tmp_path / "resolved.yaml")
+    options = {"bad": SPIKE_AT_8, "callbacks": (TrainingProfile, TaskEvaluations)}
+    assert gloo.run(2, with_options, str(tmp_path), words, options) == ["", ""]
+    assert events(tmp_path) == [(8, 6, 12, 16)]
+    recorded = open_records(tmp_path / "profile")
+    assert set(recorded.frame().iteration) == {2, 4, 6, 8, 10}
+    assert recorded.summary["samples"] == 5
+    results = read_whole_results(tmp_path / "evaluation")[0]
+    assert sorted(result.step for result in results) == [*range(11)]
+    assert "warning" not in (tmp_path / "log.txt").read_text().replace("warning: rollback", "")
 
 
 def test_the_update_of_a_step_that_is_not_finite_is_left_out(tmp_path):
