@@ -443,11 +443,11 @@ _SPIKES = Range(
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackConfig:
-    """Going back to the last checkpoint when the loss spikes, and on without the data in between.
+    """Going back to the last checkpoint, and on without the data since, when the loss spikes.
 
-    limit: most rollbacks of a run, which then stops at the next spike; 0 = never go back
-    sigma: go back if the loss is this many robust standard deviations above the median of the last
-        64 steps; also if a loss or gradient is not finite
+    limit: most rollbacks of a run, which then stops; 0 = never go back
+    sigma: robust standard deviations of a spike above the median of the last 64 steps; a loss or
+        gradient that is not finite is a spike, too
     """
 
     limit: int = option(NOT_NEGATIVE)

@@ -32,10 +32,7 @@ _IDLE = {
     "topology.tensor_chunks": ("topology.tensor_parallel", 1),
     "topology.expert_chunks": ("model.moe.experts", 0),
 }
-_INTERVALS = (
-    "train.checkpoint_every", "train.keep_every", "train.eval_every", "profile.every",
-    "optim.warmup_steps",
-)  # fmt: skip
+_INTERVALS = ("train.checkpoint_every", "train.eval_every", "profile.every", "optim.warmup_steps")
 
 
 def unused_keys(

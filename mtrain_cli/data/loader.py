@@ -102,18 +102,16 @@ class Loader(Generic[Batch]):
                     f"The data changed since the checkpoint: {name} has other bytes. Put it back, "
                     "or start a new run."
                 )
-        self._drop_prepared()
+        if self._next is not None:
+            if not self._next.cancel():
+                wait([self._next])  # the background thread still uses the sampler
+            self._next = None
         self._sampler.load_state(state)
 
     def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Leave out only these ranges of sequences (`Sampler.leave_out`) from the next step on."""
-        self._drop_prepared()
+        """Leave out ranges as `Sampler.leave_out`, before the first step or after `load_state`."""
+        assert self._next is None, "that batch may be of these ranges"
         self._sampler.leave_out(ranges)
-
-    def _drop_prepared(self) -> None:
-        if self._next is not None and not self._next.cancel():
-            wait([self._next])  # the background thread still uses the sampler
-        self._next = None
 
     def _read(self, consumed: int) -> list[Batch]:
         first, size = consumed + self._dp_rank * self._local, self._micro_batch

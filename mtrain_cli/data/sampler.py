@@ -91,8 +91,7 @@ class Sampler:
 
     num_sequences: number of sequences in the dataset.
     seed: determines the permutations.
-    consumed: number of sequences that the run has read so far, over all workers and epochs,
-        without those that a rollback left out.
+    consumed: number of sequences that the run has trained on, over all workers and epochs.
     skipped: ranges (first, end) of sequences left out: disjoint, in order, and counting all.
     """
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch import restart
+from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
 
 
@@ -31,17 +33,17 @@ class Rollback:
             raise documents.UnreadableError(f"sequences {self.first} to {self.end} are none")
 
     def describe(self) -> str:
-        steps = f"steps {self.step + 1} to {self.reached}"
-        if self.reached == self.step + 1:
-            steps = f"step {self.reached}"
-        count = self.end - self.first
-        left = f"the {count:,} sequence{'s' * (count > 1)} of {steps}"
+        left = f"the {with_count(self.end - self.first, 'sequence')} up to step {self.reached}"
         return f"back to the checkpoint of step {self.step}, without {left}: {self.reason}"
 
 
-def read_rollbacks(run: RunDir) -> tuple[list[Rollback], int]:
-    """Return the rollbacks of a run, oldest first, and the number of lines that cannot be read."""
-    return restart.entries(run.rollbacks, Rollback)
+def read_events(run: RunDir) -> tuple[list[Restart], list[Rollback], list[str]]:
+    """Return restarts and rollbacks, oldest first, and a line on each file with damaged lines."""
+    restarts, unread = restart.read_restarts(run)
+    rollbacks, unread_too = restart.entries(run.rollbacks, Rollback)
+    counts = {run.restarts: unread, run.rollbacks: unread_too}
+    lines = (f"{f}: {with_count(n, 'unreadable line')} skipped" for f, n in counts.items() if n)
+    return restarts, rollbacks, list(lines)
 
 
 def write_rollbacks(run: RunDir, rollbacks: Iterable[Rollback]) -> None:

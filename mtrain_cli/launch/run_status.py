@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.rollbacks import Rollback, read_rollbacks
+from mtrain_cli.launch.rollbacks import Rollback, read_events
 from mtrain_cli.launch.run_dir import LOCK, RunDir, list_runs
 from mtrain_cli.printable import one_line
 
@@ -231,11 +231,8 @@ def read_status(run: RunDir) -> RunStatus:
     except ConfigError as error:
         consequence = "the run cannot be resumed or exported until this is fixed"
         damaged.append(f"{error.problems[0]}; {consequence}")
-    restarts, unread = restart.read_restarts(run)
-    rollbacks, unread_too = read_rollbacks(run)
-    for file, count in ((run.restarts, unread), (run.rollbacks, unread_too)):
-        if count:
-            damaged.append(f"{file}: {count} unreadable line{'s' * (count > 1)} skipped")
+    restarts, rollbacks, unread = read_events(run)
+    damaged += unread
     checkpoint = None
     for saved in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):

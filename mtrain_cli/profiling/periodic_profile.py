@@ -118,9 +118,8 @@ class TrainingProfile(Callback):
         return record_files.delete_parts_after(self._folder, last)
 
     def on_rollback(self, step: int) -> None:
-        if self._trainer.recorder is not None:  # the step that failed was to be recorded
-            self._trainer.record(None)
-            self._seen.clear()
+        self._trainer.record(None)  # the step that failed may have been to be recorded
+        self._seen.clear()
         if self._writer is not None:
             self._samples = self._bench.share(lambda: self._cut(step))
 

@@ -47,8 +47,7 @@ class StepMetrics:
     dense_density: density that a sparse step would have with dense attention.
     peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
     seconds: wall-clock time of the step, including data loading (`data_seconds`, the longest).
-    epoch, consumed: passes over the data, and sequences read, since the start. Those that a
-        rollback left out count only in the passes.
+    epoch, consumed: passes over the data, with what rollbacks left out, and sequences trained on.
     slashes, columns: number per head, averaged over heads and layers, in a sparse step.
     index_seconds: time that the first worker spent on index estimates in a sparse step.
     index_cut: share of the blocks that reached their layer's level, but that `sparsity.row_cap` of
@@ -60,8 +59,7 @@ class StepMetrics:
     expert_load: largest tokens of an expert / mean of the experts of its layer, over layers.
     router_entropy: mean entropy of the routers' scores over tokens and layers, in nats.
     skipped: whether the update was skipped.
-    skip_reason: spike (optim.skip_spikes), no label (no token has one), or not finite: the loss or
-        a gradient (train.skip_nonfinite). None if the update was not skipped.
+    skip_reason: spike (optim.skip_spikes), no label, or not finite (train.skip_nonfinite).
     """
 
     step: int
@@ -136,18 +134,10 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, *, start_step: int) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        self.lost = 0  # consecutive lines that could not be written
-        self._open(start_step)
-
-    def _open(self, last: int) -> None:
         if self.path.exists():
-            drop_later_steps(self.path, last)
+            drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
-
-    def go_back(self, step: int) -> None:
-        """Remove the steps after ``step``, which the run trains again."""
-        self.close()
-        self._open(step)
+        self.lost = 0  # consecutive lines that could not be written
 
     def write(self, metrics: StepMetrics) -> str | None:
         """Append one step; return a warning if this fails, once for several failures in a row."""

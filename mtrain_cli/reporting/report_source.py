@@ -20,9 +20,9 @@ from mtrain_cli.config.suggest import no_such
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
-from mtrain_cli.launch import restart, run_dir
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.rollbacks import Rollback, read_rollbacks
+from mtrain_cli.launch.rollbacks import Rollback, read_events
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import ENDED, RunState, read_state_file
 from mtrain_cli.printable import one_line
@@ -450,11 +450,8 @@ def read_run(path: Path) -> ReportSource:
     damage.append(line)
     results, line = evaluation_results.read_whole_results(path)
     damage.append(line)
-    restarts, unreadable = restart.read_restarts(run)
-    rollbacks, unreadable_too = read_rollbacks(run)
-    for file, count in ((run.restarts, unreadable), (run.rollbacks, unreadable_too)):
-        if count:
-            damage.append(f"{file}: {with_count(count, 'unreadable line')} skipped")
+    restarts, rollbacks, unreadable = read_events(run)
+    damage += unreadable
     settings = settings or {}
     steps = settings.get("train.steps")
     if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.rollbacks import read_rollbacks, write_rollbacks
+from mtrain_cli.launch.rollbacks import read_events, write_rollbacks
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
@@ -71,12 +71,9 @@ def train(
             keep_every=config.train.keep_every,
         )
         if resume:
-            rows = [asdict(rollback) for rollback in read_rollbacks(run_dir)[0]] if first else []
+            rows = [asdict(rollback) for rollback in read_events(run_dir)[1]] if first else []
             trainer.train_state.add_rollbacks(share(rows, trainer.host_group)[0])
             trainer.resume(checkpointer)
-            trainer.train_state.can_roll_back = config.train.rollback.limit > 0 < trainer.step
-            if first and trainer.train_state.rollbacks:  # a fetched run may lack the file
-                write_rollbacks(run_dir, trainer.train_state.rollbacks)
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
@@ -100,7 +97,7 @@ def train(
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
                 trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-                ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir), run_dir)
+                ended = _loop(trainer, checkpointer, progress, run_dir)
             except Exception as error:
                 for callback in trainer.callbacks:
                     try:
@@ -175,14 +172,10 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 
 
 def _loop(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    progress: TrainingProgress,
-    stop_flag: StopFlag,
-    run_dir: RunDir,
+    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, run_dir: RunDir
 ) -> str:
     """Run steps until the last step or a stop request. Return a line on how training ended."""
-    config, callbacks = trainer.config, trainer.callbacks
+    config, callbacks, stop_flag = trainer.config, trainer.callbacks, StopFlag(run_dir)
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = save = False
     for callback in callbacks:
@@ -201,18 +194,15 @@ def _loop(
                 _wait(checkpointer, progress)
             if not is_bad_loss:
                 raise
-            remedy = "Try a lower optim.lr or more optim.warmup_steps"
-            if trainer.train_state.can_roll_back:
-                done, most = len(trainer.train_state.rollbacks), config.train.rollback.limit
-                if done < most:
-                    _roll_back(trainer, checkpointer, progress, run_dir, str(error))
-                    saved = trainer.step
-                    continue
-                reached = f"train.rollback.limit={most} is reached"
-                remedy += ", or resume with a larger train.rollback.limit"
-                error = type(error)(f"{error}; {reached}")
+            state, most = trainer.train_state, config.train.rollback.limit
+            if state.can_roll_back and len(state.rollbacks) < most:
+                progress.message(_roll_back(trainer, checkpointer, run_dir, error), warning=True)
+                saved = trainer.step
+                continue
+            reached = f"train.rollback.limit={most} is reached; " * state.can_roll_back
+            remedy = "Try a lower optim.lr or more optim.warmup_steps."
             fallback = checkpointer.describe_fallback()
-            raise type(error)(f"{error}; {fallback}. {remedy}.") from error
+            raise type(error)(f"{error}; {reached}{fallback}. {remedy}") from error
         stop, save = result.stop, result.save
         metrics = trainer.metrics(result, time.perf_counter() - started)
         finished = FinishedStep(result, metrics, trainer.step >= config.train.steps)
@@ -223,7 +213,6 @@ def _loop(
         if due and not finished.last and not stop:
             stop_flag.answer_saves()
             saved = _save(trainer, checkpointer, progress)
-            trainer.train_state.can_roll_back = config.train.rollback.limit > 0
     finish = stop or save or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
@@ -240,22 +229,15 @@ def _loop(
     return f"stopped on request after step {trainer.step}, saved"
 
 
-def _roll_back(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    progress: TrainingProgress,
-    run_dir: RunDir,
-    reason: str,
-) -> None:
-    """Go back to the newest checkpoint, record this, and tell the callbacks."""
-    rollback = trainer.roll_back(checkpointer, reason)
-    number, most = len(trainer.train_state.rollbacks), trainer.config.train.rollback.limit
+def _roll_back(trainer: Trainer, checkpointer: Checkpointer, run: RunDir, error: Exception) -> str:
+    """Go back to the newest checkpoint, record this, tell the callbacks, and return a line."""
+    rollback, known = trainer.roll_back(checkpointer, str(error)), trainer.train_state.rollbacks
     if trainer.environment.rank == 0:
-        write_rollbacks(run_dir, trainer.train_state.rollbacks)
-    line = f"rollback {number} of at most {most}: {rollback.describe()}"
-    progress.message(line, warning=True)
+        write_rollbacks(run, known)
     for callback in trainer.callbacks:
         callback.on_rollback(trainer.step)
+    most = trainer.config.train.rollback.limit
+    return f"rollback {len(known)} of at most {most}: {rollback.describe()}"
 
 
 class MetricsLog(Callback):
@@ -284,7 +266,8 @@ class MetricsLog(Callback):
 
     def on_rollback(self, step: int) -> None:
         if self._writer is not None:
-            self._writer.go_back(step)
+            self._writer.close()
+            self._writer = MetricsWriter(self._writer.path.parent, start_step=step)
 
     def release(self) -> None:
         """Close the file, however training ended."""
@@ -299,8 +282,7 @@ class Evaluations(PeriodicEvaluation):
         super().__init__(trainer)
         self._progress = progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
-        self._folder = run_dir.path
-        self._writer = EvaluationWriter(self._folder, trainer.step) if first else None
+        self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
         # A run that resumes at the step of its last evaluation must not repeat it.
         last = self._writer.kept[-1:] if self._writer is not None else []
         this = trainer.step, len(trainer.held_out)
@@ -310,7 +292,7 @@ class Evaluations(PeriodicEvaluation):
 
     def on_rollback(self, step: int) -> None:
         if self._writer is not None:
-            self._writer = EvaluationWriter(self._folder, step)
+            self._writer = EvaluationWriter(self._writer.path.parent, step)
 
     def evaluate(self, *, due: bool) -> None:
         trainer = self._trainer
@@ -330,6 +312,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:
         progress.message(str(error), warning=True)
+    trainer.train_state.can_roll_back = trainer.config.train.rollback.limit > 0
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     for callback in trainer.callbacks:
         callback.on_checkpoint(trainer.step)

@@ -206,11 +206,11 @@ class Step:
             finite_check = torch.stack([loss.double(), state.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
         reports = self._exchange_reports(finite_check, requests, data_seconds, records)
-        routing = routing_metrics([b.routing for b in batches if b.routing is not None], config)
         grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
         skipped, warning = self._skips_update(reports, mean_loss, grad_norm)
+        routing = routing_metrics([b.routing for b in batches if b.routing is not None], config)
         if not skipped:
             with profiler_labels.label(profiler_labels.OPTIMIZER):
                 state.update(grad_norm)
@@ -328,13 +328,11 @@ class Step:
         try:
             check_finite(reports, step)
         except NonFiniteError as error:
-            most = train.skip_nonfinite
-            if state.nonfinite >= most:
-                raise NonFiniteError(
-                    f"{error}; train.skip_nonfinite={most} is reached" if most else str(error)
-                ) from None
             state.nonfinite += 1
-            return NOT_FINITE, f"{error} ({state.nonfinite} of at most {most} in a row)"
+            if state.nonfinite > train.skip_nonfinite:
+                raise
+            count = f"{state.nonfinite} of at most {train.skip_nonfinite} in a row"
+            return NOT_FINITE, f"{error} ({count})"
         state.nonfinite = 0
         if loss is None:  # AdamW would still change the weights, by decay and by its moments
             return NO_LABEL, f"step {step}: no token has a label; the update is skipped"

@@ -216,8 +216,7 @@ class Trainer:
             raise NoCheckpointError("no checkpoint of this run could be saved")
         self.states.drop_gradients()
         self.resume(checkpointer)
-        when = share(time.time(), self.host_group)[0]
-        first = sampler.position(sampler.consumed)
+        when, first = share(time.time(), self.host_group)[0], sampler.position(sampler.consumed)
         rollback = Rollback(when, reason, reached, self.step, first, end)
         state.add_rollbacks([asdict(rollback)])
         return rollback

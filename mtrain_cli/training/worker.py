@@ -113,8 +113,7 @@ class TrainState:
     """This worker's shards of the weights and of the optimizer's state, and the counters.
 
     states: the optimizer with its copy of the weights. tokens: of the finished steps.
-    nonfinite: number of latest steps in a row that were not finite.
-    rollbacks: all so far. can_roll_back: whether a spike of the loss leads to one.
+    nonfinite: latest steps in a row that were not finite. can_roll_back: whether a spike does.
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:
@@ -255,6 +254,7 @@ class TrainState:
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self._loader.load_state(saved)
         self._has_learned = not self._worker.config.sparsity.has_learned_state
+        self.can_roll_back = self._worker.config.train.rollback.limit > 0
         if "spikes" in saved:  # older checkpoints have none
             self.spikes.load_state(saved["spikes"])
             self.nonfinite = int(saved.get("nonfinite", 0))

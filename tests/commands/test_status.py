@@ -170,11 +170,11 @@ def test_the_sheet_says_what_was_rolled_back_and_skipped_and_why():
     at = next(n for n, line in enumerate(lines) if line.startswith("rollbacks"))
     assert re.fullmatch(r"rollbacks +1, the last one 1:00:0\d ago:", lines[at])
     assert " ".join(" ".join(lines[at + 1 :]).split()).startswith(
-        "back to the checkpoint of step 16, without the 6 sequences of steps 17 to 19: step 19: "
+        "back to the checkpoint of step 16, without the 6 sequences up to step 19: step 19: "
         "loss 9.1000, 25 sigma above the median 3.2000 of the last steps"
     )
     assert "\x1b" not in "".join(lines)
-    assert "skipped     the update of 2 of the latest steps, last of step 9: not finite" in lines
+    assert "skipped     2 updates lately, last of step 9: not finite" in lines
     (rolled,) = found("first")["rollbacks"]
     assert (rolled["reached"], rolled["step"], rolled["first"], rolled["end"]) == (19, 16, 32, 38)
     assert found("first")["skipped"] == [[5, "not finite"], [9, "not finite"]]

@@ -146,7 +146,7 @@ def test_a_page_says_what_was_rolled_back_and_skipped_and_why(tmp_path):
     text = write_page(tmp_path / "report.html", [source]).read_text()
     assert "<dt>skipped</dt><dd>not finite: 3-4, 11; spike: 9</dd>" in text
     assert (
-        "back to the checkpoint of step 20, without the 10 sequences of steps 21 to 25: "
+        "back to the checkpoint of step 20, without the 10 sequences up to step 25: "
         "step 25: loss &lt;9&gt;</dd>"
     ) in text
     shapes = {(s["x0"], s["line"]["dash"]) for view in training_figure([source]).views

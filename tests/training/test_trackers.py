@@ -352,7 +352,7 @@ def test_the_steps_after_a_rollback_are_sent_and_not_those_before(tmp_path, monk
         for step in range(1, 7):
             writer.write(replace(metrics_of(step), loss=float(step)))
         wait(6)
-        writer.go_back(3)
+    with MetricsWriter(tmp_path, start_step=3) as writer:
         followed.on_rollback(3)
         for step in range(4, 13):
             writer.write(replace(metrics_of(step), loss=step + 0.5))
