@@ -20,6 +20,7 @@ from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.evaluation.in_training import TaskEvaluations
 from mtrain_cli.evaluation.results import read_whole_results
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.manifest import Manifest
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling.periodic_profile import TrainingProfile
 from mtrain_cli.records.record_files import open_records
@@ -111,6 +112,8 @@ def assert_same(one: Path, other: Path, but: str = "") -> None:
     assert [row["step"] for row in rows(one)] == [*range(1, 11)]
     first, second = load_model_state(one)[1], load_model_state(other)[1]
     assert all(torch.equal(first[name], second[name]) for name in first | second)
+    kept = [Manifest.read(run / "checkpoints/step-10").trainer for run in (one, other)]
+    assert {**kept[0], "rollbacks": 0} == {**kept[1], "rollbacks": 0}
 
 
 LEARNED = [
