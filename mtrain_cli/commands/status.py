@@ -155,6 +155,13 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         resumed = f"resumed from step {last.step}, on {last.workers} workers"
         lines = [f"{len(run.restarts)}, the last one {_ago(last.time)}: {last.reason}"]
         rows += _labeled("restarts", [*lines, f"stopped after step {last.reached}; {resumed}"])
+    if run.rollbacks:
+        count, latest = len(run.rollbacks), run.rollbacks[-1]
+        lines = [f"{count}, the last one {_ago(latest.time)}:", latest.describe()]
+        rows += _labeled("rollbacks", lines)
+    if run.skipped:
+        step, why = run.skipped[-1]
+        rows.append(("skipped", f"{len(run.skipped)} updates lately, last of step {step}: {why}"))
     if written and written.warnings:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))

@@ -24,7 +24,7 @@ LATER: dict[str, Any] = {
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
         "train.router_z_loss", "train.balance_bias",
-        "train.lora.rank",
+        "train.lora.rank", "train.keep_every", "train.skip_nonfinite", "train.rollback.limit",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -38,6 +38,7 @@ LATER: dict[str, Any] = {
     "data.train_on_end": True, "data.too_long": "error", "data.on_error": "stop",
     "train.eval_tasks": [],
     "train.callbacks": [],
+    "train.rollback.sigma": 12.0,
     "train.lora.alpha": 32.0,
     "train.lora.targets": "auto",
     "train.lora.quantize": "none",

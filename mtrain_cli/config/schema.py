@@ -436,6 +436,24 @@ class LoraConfig:
     quantize: str = option(("none", "nf4"))
 
 
+_SPIKES = Range(
+    "must be at least 3 (below 3, ordinary steps count as spikes)", lambda value: value >= 3
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackConfig:
+    """Going back to the last checkpoint, and on without the data since, when the loss spikes.
+
+    limit: most rollbacks of a run, which then stops; 0 = never go back
+    sigma: robust standard deviations of a spike above the median of the last 64 steps; a loss or
+        gradient that is not finite is a spike, too
+    """
+
+    limit: int = option(NOT_NEGATIVE)
+    sigma: float = option(_SPIKES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length, batch, arithmetic and memory of a run, and its checkpoints.
@@ -481,7 +499,10 @@ class TrainConfig:
     callbacks: callbacks of other installed packages that follow the run (docs/extending.md)
     checkpoint_every: number of steps between checkpoints; 0 = only at the end
     keep_checkpoints: number of newest checkpoints to keep
+    keep_every: keep the checkpoint of every so many steps for good, too; 0 = of none
     checkpoint_at_end: save a checkpoint when the run ends
+    skip_nonfinite: most steps in a row whose update is left out because a loss or gradient is not
+        finite; 0 = such a step stops the run, or rolls it back
     deterministic: use bitwise repeatable kernels, which are slower on GPUs
     """
 
@@ -514,8 +535,11 @@ class TrainConfig:
     callbacks: tuple[str, ...] = option(expected=callbacks_expected)
     checkpoint_every: int = option(_STEPS_OR_0)
     keep_checkpoints: int = option(POSITIVE)
+    keep_every: int = option(_STEPS_OR_0)
     checkpoint_at_end: bool = option()
+    skip_nonfinite: int = option(_STEPS_OR_0)
     deterministic: bool = option()
+    rollback: RollbackConfig
     lora: LoraConfig
 
 
@@ -579,10 +603,7 @@ class RunConfig:
     remote: str | None = option()
     restarts: int | str = option(at_least(0, "must be auto or a whole number, 0 or more"))
     spike_sigma: float = option(
-        Range(
-            "must be 0, or at least 3 (below 3, ordinary steps count as spikes)",
-            lambda value: value == 0 or value >= 3,
-        )
+        Range(f"must be 0, or {_SPIKES.rule[8:]}", lambda value: value == 0 or value >= 3)
     )
     straggler: float | str = option(at_least(0, "must be auto or a number, 0 or more"))
 

@@ -28,6 +28,7 @@ _IDLE = {
     "model.rope.factor": ("model.rope.scaling", "none"),
     "optim.min_lr_ratio": ("optim.schedule", "constant"),
     "optim.schedule_steps": ("optim.schedule", "constant"),
+    "train.rollback.sigma": ("train.rollback.limit", 0),
     "topology.tensor_chunks": ("topology.tensor_parallel", 1),
     "topology.expert_chunks": ("model.moe.experts", 0),
 }

@@ -324,6 +324,15 @@ def _train(config: Config) -> Iterator[str]:
         yield "{train.kernel}: needs bfloat16; allowed with float32: auto, reference, sdpa"
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield "{train.reduce_dtype}: {train.shard} sums micro-batches, too, so give float32"
+    every = train.checkpoint_every
+    if train.keep_every > 0 == every:
+        yield "{train.keep_every}: needs {train.checkpoint_every!s} of at least 1, such as 50"
+    elif train.keep_every > 0 and train.keep_every % every:
+        yield "{train.keep_every}: must be a multiple of {train.checkpoint_every}"
+    if train.rollback.limit > 0 == every:
+        yield "{train.rollback.limit}: needs {train.checkpoint_every!s} of at least 1, such as 50"
+    if train.skip_nonfinite > 0 and config.sparsity.has_learned_state:
+        yield "{train.skip_nonfinite}: {sparsity.score} learns before the check; give 0"
     too_many = f"exceeds {{model.num_layers}}; allowed: true, false or 0 to {layers}"
     if train.keep_mlp > layers >= 1:
         yield f"{{train.keep_mlp}}: {too_many}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +108,11 @@ class Loader(Generic[Batch]):
             self._next = None
         self._sampler.load_state(state)
 
+    def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out ranges as `Sampler.leave_out`, before the first step or after `load_state`."""
+        assert self._next is None, "that batch may be of these ranges"
+        self._sampler.leave_out(ranges)
+
     def _read(self, consumed: int) -> list[Batch]:
         first, size = consumed + self._dp_rank * self._local, self._micro_batch
         return [
@@ -118,4 +123,4 @@ class Loader(Generic[Batch]):
     def _sample(self, number: int) -> Sample:
         if self._closing.is_set():
             raise CancelledError
-        return self._dataset[self._sampler.sequence(number)]
+        return self._dataset[self._sampler.sequence(self._sampler.position(number))]

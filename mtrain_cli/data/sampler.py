@@ -7,7 +7,7 @@ machine and with every version of numpy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -91,8 +91,11 @@ class Sampler:
 
     num_sequences: number of sequences in the dataset.
     seed: determines the permutations.
-    consumed: number of sequences that the run has read so far, over all workers and epochs.
+    consumed: number of sequences that the run has trained on, over all workers and epochs.
+    skipped: ranges (first, end) of sequences left out: disjoint, in order, and counting all.
     """
+
+    skipped: Sequence[tuple[int, int]] = ()
 
     def __init__(self, num_sequences: int, seed: int) -> None:
         if num_sequences < 1:
@@ -105,6 +108,21 @@ class Sampler:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         epoch, position = divmod(number, self.num_sequences)
         return cached_permutation(self.num_sequences, self.seed, epoch)(position)
+
+    def position(self, number: int) -> int:
+        """Return sequence ``number``, counted without those left out, as one that counts all."""
+        for first, end in self.skipped:
+            number += (end - first) * (number >= first)
+        return number
+
+    def leave_out(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out ranges (first, end) of sequences, which count all and may overlap."""
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted(ranges):
+            if merged and first <= merged[-1][1]:
+                first, end = merged[-1][0], max(end, merged.pop()[1])
+            merged.append((first, end))
+        self.skipped = merged
 
     def advance(self, count: int) -> None:
         """Add ``count`` to ``consumed``."""

@@ -93,6 +93,9 @@ class TaskEvaluations(PeriodicEvaluation):
         # A run that resumes trains the steps after its checkpoint again.
         self._last: int | None = trainer.step
 
+    def on_rollback(self, step: int) -> None:
+        self._last = step
+
     def evaluate(self, *, due: bool) -> None:
         trainer = self._trainer
         if due and not trainer.train_state.has_learned():

@@ -117,6 +117,11 @@ def incomplete_after(folder: Path) -> list[Path]:
     return [f for f in newer if not (f / NAME).is_file()]
 
 
+def is_kept(step: int, every: int) -> bool:
+    """Return whether a checkpoint stays for good. every: `train.keep_every`."""
+    return bool(step and every) and step % every == 0
+
+
 def manifest_file(directory: Path, step: int) -> Path:
     return directory / f"step-{step}" / NAME
 

@@ -63,11 +63,12 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class _LoggedStep:
-    """What a restart needs from a line of metrics.jsonl."""
+class LoggedStep:
+    """What a restart and a status need from a line of metrics.jsonl."""
 
     step: int
-    loss: float | None = None
+    loss: float | None = None  # None without labels, or not finite
+    skip_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class RestartPolicy:
         Or return a line that says why not, which is empty if nobody expects a restart.
         """
         step = self._run.last_step()
-        reached = max((done for done, _ in latest_steps(self._run)), default=0)
+        reached = max((done.step for done in latest_steps(self._run)), default=0)
         refusal = self._refusal(failure, step, reached)
         if refusal is not None:
             return refusal
@@ -219,27 +220,27 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
 
 def read_restarts(run: RunDir) -> tuple[list[Restart], int]:
     """Return the restarts of a run, oldest first, and the number of lines that cannot be read."""
-    return _entries(run.restarts, Restart)
+    return entries(run.restarts, Restart)
 
 
-def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
-    """Return step and loss, None without labels, of the steps at the end of metrics.jsonl."""
-    return [(row.step, row.loss) for row in _entries(run.metrics, _LoggedStep, _TAIL_BYTES)[0]]
+def latest_steps(run: RunDir) -> list[LoggedStep]:
+    """Return the steps at the end of metrics.jsonl."""
+    return entries(run.metrics, LoggedStep, _TAIL_BYTES)[0]
 
 
-def _entries(path: Path, kind: type[T], last_bytes: int | None = None) -> tuple[list[T], int]:
+def entries(path: Path, kind: type[T], last_bytes: int | None = None) -> tuple[list[T], int]:
     """Return a dataclass for each line of JSON, and the number of lines that cannot be read."""
-    entries, skipped, text = [], 0, ""
+    found, skipped, text = [], 0, ""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         text = file.read().decode(errors="replace").removesuffix("\n")
     for line in text.split("\n") if text else ():  # only a newline ends a line of JSON
         try:
-            entries.append(documents.checked(kind, json.loads(line)))
+            found.append(documents.checked(kind, json.loads(line)))
         except (ValueError, RecursionError):
             skipped += 1
-    return entries, skipped
+    return found, skipped
 
 
 def failure_summary(failure: Failure) -> str:

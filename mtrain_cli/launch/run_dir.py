@@ -111,6 +111,7 @@ class RunDir:
     save_requests = _Inside("save_requests")  # save and go on for each byte that this file grows
     state = _Inside("state.json")  # see `run_status`
     restarts = _Inside("restarts.jsonl")  # see `restart`
+    rollbacks = _Inside("rollbacks.jsonl")  # see `rollbacks`
 
     @property
     def resume_command(self) -> str:
@@ -434,7 +435,7 @@ def _open_here(path: Path) -> RunDir:
     resolved_file.load(run.resolved)
     folders = run.logs, run.checkpoints
     files = run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts
-    for place in (*files, *folders):
+    for place in (*files, run.rollbacks, *folders):
         if place.exists() and place.is_dir() != (place in folders):
             kind = "file" if place in folders else "folder"
             raise ConfigError(f"--resume {path}: {place.name} is a {kind}. Move it away.")

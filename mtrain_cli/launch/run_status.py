@@ -25,6 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.rollbacks import Rollback, read_events
 from mtrain_cli.launch.run_dir import LOCK, RunDir, list_runs
 from mtrain_cli.printable import one_line
 
@@ -200,6 +201,8 @@ class RunStatus:
     since_step: float | None  # seconds
     checkpoint: NewestCheckpoint | None
     restarts: tuple[Restart, ...]  # oldest first
+    rollbacks: tuple[Rollback, ...]  # oldest first
+    skipped: tuple[tuple[int, str], ...]  # of the latest steps, those without an update, and why
     damaged: tuple[str, ...]  # a line for each file that cannot be read
     losses: tuple[float, ...]  # finite training losses of the latest steps
     where: tuple[str, ...]  # what each rank does, if the run is stalled
@@ -217,7 +220,7 @@ def read_status(run: RunDir) -> RunStatus:
     # Read the state after the liveness. So if the run has ended, this is its last state.
     written = read_state(run)
     recent = restart.latest_steps(run)
-    step = max(written.step if written else 0, recent[-1][0] if recent else 0)
+    step = max(written.step if written else 0, recent[-1].step if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
         step = written.step  # metrics.jsonl has later steps, until a restarted run cuts it
     since = None if written is None else now - (written.stepped or written.began)
@@ -228,9 +231,8 @@ def read_status(run: RunDir) -> RunStatus:
     except ConfigError as error:
         consequence = "the run cannot be resumed or exported until this is fixed"
         damaged.append(f"{error.problems[0]}; {consequence}")
-    restarts, skipped = restart.read_restarts(run)
-    if skipped:
-        damaged.append(f"{run.restarts}: {skipped} unreadable line{'s' * (skipped > 1)} skipped")
+    restarts, rollbacks, unread = read_events(run)
+    damaged += unread
     checkpoint = None
     for saved in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):
@@ -253,7 +255,9 @@ def read_status(run: RunDir) -> RunStatus:
         checkpoint=checkpoint,
         restarts=tuple(restarts),
         damaged=tuple(map(one_line, damaged)),
-        losses=tuple(loss for _, loss in recent if loss is not None and math.isfinite(loss)),
+        rollbacks=tuple(rollbacks),
+        skipped=tuple((row.step, row.skip_reason) for row in recent if row.skip_reason),
+        losses=tuple(s.loss for s in recent if s.loss is not None and math.isfinite(s.loss)),
         where=tuple(progress_record.activity_lines(records, [], now)),
         written=written,
     )

@@ -99,10 +99,7 @@ class TrainingProfile(Callback):
             if summary["schema"] == record_files.SCHEMA and all(
                 name in case for case in summary["cases"] for name in _SAME
             ):
-                record_files.delete_parts_after(self._folder, self._trainer.step, LOAD_PARTS)
-                return list(summary["cases"]), record_files.delete_parts_after(
-                    self._folder, self._trainer.step
-                )
+                return list(summary["cases"]), self._cut(self._trainer.step)
         except (OSError, ValueError, KeyError, TypeError):
             pass
         aside = next(
@@ -114,6 +111,17 @@ class TrainingProfile(Callback):
             return [], 0
         self.problem = f"{self._folder}: not a profile that can be continued; moved to {aside.name}"
         return [], 0
+
+    def _cut(self, last: int) -> int:
+        """Delete the samples after a step. Return the number of those that stay."""
+        record_files.delete_parts_after(self._folder, last, LOAD_PARTS)
+        return record_files.delete_parts_after(self._folder, last)
+
+    def on_rollback(self, step: int) -> None:
+        self._trainer.record(None)  # the step that failed may have been to be recorded
+        self._seen.clear()
+        if self._writer is not None:
+            self._samples = self._bench.share(lambda: self._cut(step))
 
     @property
     def due(self) -> bool:

@@ -21,7 +21,7 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.grouping import show_spans, spans
+from mtrain_cli.grouping import grouped, show_spans, spans
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
@@ -47,7 +47,7 @@ class StepMetrics:
     dense_density: density that a sparse step would have with dense attention.
     peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
     seconds: wall-clock time of the step, including data loading (`data_seconds`, the longest).
-    epoch, consumed: passes over the data, and sequences read, since the start.
+    epoch, consumed: passes over the data, with what rollbacks left out, and sequences trained on.
     slashes, columns: number per head, averaged over heads and layers, in a sparse step.
     index_seconds: time that the first worker spent on index estimates in a sparse step.
     index_cut: share of the blocks that reached their layer's level, but that `sparsity.row_cap` of
@@ -58,7 +58,8 @@ class StepMetrics:
     router_z: mean of logsumexp^2 of the routers' scores over tokens and layers.
     expert_load: largest tokens of an expert / mean of the experts of its layer, over layers.
     router_entropy: mean entropy of the routers' scores over tokens and layers, in nats.
-    skipped: whether the update was skipped: a spike (optim.skip_spikes), or no token with a label.
+    skipped: whether the update was skipped.
+    skip_reason: spike (optim.skip_spikes), no label, or not finite (train.skip_nonfinite).
     """
 
     step: int
@@ -89,6 +90,7 @@ class StepMetrics:
     expert_load_by_layer: list[float] | None = None
     router_entropy: float | None = None
     skipped: bool | None = None
+    skip_reason: str | None = None
 
     def to_json(self) -> str:
         """Return one line of strict JSON; NaN and infinities become null."""
@@ -277,7 +279,7 @@ def _step_of(row: dict[str, Any] | None) -> int | None:
 def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
     """Return what is wrong with the steps of a file, for example "step 5 is missing".
 
-    A step without a label has no loss, and no remark: its update was skipped.
+    A step whose update was skipped may have no loss, and has no remark.
 
     last: a step that the run has reached. The file must have the steps up to it.
     """
@@ -301,6 +303,12 @@ def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
 def loss_remark(numbers: Iterable[int]) -> str:
     """Return a remark on steps without a finite loss; "" without such steps."""
     return _remark(spans(sorted(set(numbers))), "has no finite loss", "have no finite loss")
+
+
+def skipped_updates(steps: Iterable[StepMetrics]) -> list[str]:
+    """Return for each reason why updates were skipped the steps, such as "spike: 5, 9-11"."""
+    by_reason = grouped((step for step in steps if step.skip_reason), lambda s: s.skip_reason)
+    return [f"{why}: {show_spans(spans(s.step for s in of))}" for why, of in by_reason.items()]
 
 
 def nothing_left_out(step: StepMetrics) -> str:

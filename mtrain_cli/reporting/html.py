@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.records.metrics import skipped_updates
 from mtrain_cli.reporting import elements
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sections import (
@@ -77,6 +78,8 @@ def about(source: ReportSource) -> str:
         "clocks": f"agree within {uncertainty:.3g} µs" if uncertainty else None,
         "recording": recording_cost(source.summary),
         "restarts": "; ".join(restarts) + more,
+        "rollbacks": "; ".join(rollback.describe() for rollback in source.rollbacks),
+        "skipped": "; ".join(skipped_updates(source.metrics)),
         "folder": str(source.folder.resolve()),
     }
     listed = elements.definition_list([(name, value) for name, value in rows.items() if value])

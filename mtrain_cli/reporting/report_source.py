@@ -20,8 +20,9 @@ from mtrain_cli.config.suggest import no_such
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
-from mtrain_cli.launch import restart, run_dir
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.rollbacks import Rollback, read_events
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import ENDED, RunState, read_state_file
 from mtrain_cli.printable import one_line
@@ -107,6 +108,7 @@ class ReportSource:
     settings: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
     damage: tuple[str, ...] = ()
 
@@ -448,9 +450,8 @@ def read_run(path: Path) -> ReportSource:
     damage.append(line)
     results, line = evaluation_results.read_whole_results(path)
     damage.append(line)
-    restarts, unreadable = restart.read_restarts(run)
-    if unreadable:
-        damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
+    restarts, rollbacks, unreadable = read_events(run)
+    damage += unreadable
     settings = settings or {}
     steps = settings.get("train.steps")
     if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
@@ -469,6 +470,7 @@ def read_run(path: Path) -> ReportSource:
         settings=settings,
         chosen={k: str(v) for k, v in state.chosen.items() if k in _CHOSEN} if state else {},
         restarts=tuple(restarts),
+        rollbacks=tuple(rollbacks),
         damage=tuple(filter(None, damage)),
     )
 

@@ -167,6 +167,8 @@ def curves(
         notes.append("Bold: moving average over 1/30 of the steps (5 to 100); thin: every step.")
     if any(source.restarts for source in sources):
         notes.append("Dashed: the run restarted after it lost a worker.")
+    if any(source.rollbacks for source in sources):
+        notes.append("Dotted: the run went back to this step after a spike.")
     if any(len(source.metrics) > points for source in sources):
         notes.append(f"Long curves show {points} steps.")
     return Figure(name, title, (), views, " ".join(notes), together=True)
@@ -186,9 +188,10 @@ def _quantity(
         finite += [value for value in values if value is not None and math.isfinite(value)]
         if any(value is not None for value in values):
             data += _curve(source, values, colour, points, smooth=key in _SMOOTHED)
-        style = {"color": colour, "width": 1.8, "dash": "dash"}
         common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
-        shapes += [{**common, "x0": r.step, "x1": r.step, "line": style} for r in source.restarts]
+        for dash, found in (("dash", source.restarts), ("dot", source.rollbacks)):
+            style = {"color": colour, "width": 1.8, "dash": dash}
+            shapes += [{**common, "x0": r.step, "x1": r.step, "line": style} for r in found]
     if not data:
         return None
     least, most = min((v for v in finite if v > 0), default=1.0), max(finite, default=1.0)

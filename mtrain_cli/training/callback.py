@@ -65,6 +65,9 @@ class Callback:
     def on_checkpoint(self, step: int) -> None:
         """Run when a background thread starts to write the checkpoint of `step`."""
 
+    def on_rollback(self, step: int) -> None:
+        """Run when the run went back to the checkpoint of `step`. Its later steps did not count."""
+
     def on_error(self, error: Exception) -> None:
         """Run when a step, a save or a callback fails. Do not communicate: workers may be gone."""
 
@@ -149,14 +152,16 @@ class SpikeWatch:
             self._since = None
         return bool(outliers), line
 
-    def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
-        outliers = []
+    def far_above(self, loss: float, sigma: float) -> str:
+        """Return how far a loss is above the median of the last steps; "" up to ``sigma``."""
         middle = statistics.median(self._losses) if self._losses else 0.0
         sigmas = _sigmas(self._losses, loss, _MIN_LOSS_SIGMA * abs(middle))
-        if sigmas > self._sigma:
-            outliers.append(
-                f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
-            )
+        if sigmas <= sigma:
+            return ""
+        return f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
+
+    def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
+        outliers = list(filter(None, [self.far_above(loss, self._sigma)]))
         sigmas = _sigmas(self._norms, log_norm, _MIN_NORM_SIGMA)
         if sigmas > self._sigma:
             middle = math.exp(statistics.median(self._norms))
@@ -168,8 +173,9 @@ class SpikeWatch:
         return {"loss": list(self._losses), "norm": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._losses.extend(float(v) for v in state["loss"])
-        self._norms.extend(float(v) for v in state["norm"])
+        self._losses = deque(map(float, state["loss"]), maxlen=WINDOW)
+        self._norms = deque(map(float, state["norm"]), maxlen=WINDOW)
+        self._since = None
 
 
 def _format_sigmas(sigmas: float) -> str:

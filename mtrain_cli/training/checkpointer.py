@@ -41,6 +41,7 @@ from mtrain_cli.launch.manifest import (
     checksum,
     committed_steps,
     incomplete_after,
+    is_kept,
 )
 from mtrain_cli.launch.run_dir import CheckpointError, NoCheckpointError, checkpoints_of
 from mtrain_cli.parallel.collectives import share
@@ -66,15 +67,17 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         keep: int,
         report: Callable[[str], None] | None = None,
+        keep_every: int = 0,
     ) -> None:
         """Remove what crashed saves left in `directory`, or raise CheckpointError.
 
         directory: created if missing. All ranks must see the same directory.
         keep: number of newest checkpoints to keep, at least 1. The disk must hold one more.
         report: called on rank 0 with the reason why a checkpoint is skipped; default: log it.
+        keep_every: the checkpoints of multiples of this step stay for good; 0 for none.
         """
         assert keep >= 1
-        self._directory, self._keep = Path(directory), keep
+        self._directory, self._keep, self._keep_every = Path(directory), keep, keep_every
         self._group, self._rank, self._workers = None, 0, 1
         if dist.is_initialized():
             # A group of its own, so that saving never mixes with other collectives.
@@ -268,7 +271,8 @@ class Checkpointer:
             if step <= manifest.step and step not in self._unusable
         ]
         for step in steps[self._keep :]:
-            _remove(self._directory / f"step-{step}")
+            if not is_kept(step, self._keep_every):
+                _remove(self._directory / f"step-{step}")
 
     def _clean_up(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,9 @@ def render(
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
     tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
-    own, kept = not model.is_foreign, config.train.keep_checkpoints
+    own, kept = not model.is_foreign, f"{config.train.keep_checkpoints}"
+    if every := config.train.keep_every:
+        kept += f" and those of every {every} steps"
     read = plan.data_masks
     documents = DOCUMENTS[config.data.document_mask]
     documents = documents if own else documents.partition("; FLOP")[0]

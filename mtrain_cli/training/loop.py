@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.rollbacks import read_events, write_rollbacks
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.parallel.collectives import share
 from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.training.batch import describe_targets
@@ -32,7 +35,7 @@ from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.step import NonFiniteError
+from mtrain_cli.training.step import LossSpikeError, NonFiniteError
 from mtrain_cli.training.trainer import Trainer
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
@@ -62,9 +65,14 @@ def train(
         trainer.data.check(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
-            run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
+            run_dir.checkpoints,
+            config.train.keep_checkpoints,
+            report=reports.append,
+            keep_every=config.train.keep_every,
         )
         if resume:
+            rows = [asdict(rollback) for rollback in read_events(run_dir)[1]] if first else []
+            trainer.train_state.add_rollbacks(share(rows, trainer.host_group)[0])
             trainer.resume(checkpointer)
         if first:
             record_begin(config, run_dir.path)
@@ -89,7 +97,7 @@ def train(
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
                 trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-                ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
+                ended = _loop(trainer, checkpointer, progress, run_dir)
             except Exception as error:
                 for callback in trainer.callbacks:
                     try:
@@ -164,10 +172,10 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 
 
 def _loop(
-    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, stop_flag: StopFlag
+    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, run_dir: RunDir
 ) -> str:
     """Run steps until the last step or a stop request. Return a line on how training ended."""
-    config, callbacks = trainer.config, trainer.callbacks
+    config, callbacks, stop_flag = trainer.config, trainer.callbacks, StopFlag(run_dir)
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = save = False
     for callback in callbacks:
@@ -181,13 +189,20 @@ def _loop(
         except Exception as error:
             # Let the save in progress finish if all workers stop together. After any other error,
             # some workers may be gone, and the save would never finish.
-            if isinstance(error, NonFiniteError) or trainer.data.lacking:
+            is_bad_loss = isinstance(error, NonFiniteError | LossSpikeError)
+            if is_bad_loss or trainer.data.lacking:
                 _wait(checkpointer, progress)
-            if isinstance(error, NonFiniteError):
-                remedy = "Try a lower optim.lr or more optim.warmup_steps."
-                fallback = checkpointer.describe_fallback()
-                raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
-            raise
+            if not is_bad_loss:
+                raise
+            state, most = trainer.train_state, config.train.rollback.limit
+            if state.can_roll_back and len(state.rollbacks) < most:
+                progress.message(_roll_back(trainer, checkpointer, run_dir, error), warning=True)
+                saved = trainer.step
+                continue
+            reached = f"train.rollback.limit={most} is reached; " * state.can_roll_back
+            remedy = "Try a lower optim.lr or more optim.warmup_steps."
+            fallback = checkpointer.describe_fallback()
+            raise type(error)(f"{error}; {reached}{fallback}. {remedy}") from error
         stop, save = result.stop, result.save
         metrics = trainer.metrics(result, time.perf_counter() - started)
         finished = FinishedStep(result, metrics, trainer.step >= config.train.steps)
@@ -214,6 +229,17 @@ def _loop(
     return f"stopped on request after step {trainer.step}, saved"
 
 
+def _roll_back(trainer: Trainer, checkpointer: Checkpointer, run: RunDir, error: Exception) -> str:
+    """Go back to the newest checkpoint, record this, tell the callbacks, and return a line."""
+    rollback, known = trainer.roll_back(checkpointer, str(error)), trainer.train_state.rollbacks
+    if trainer.environment.rank == 0:
+        write_rollbacks(run, known)
+    for callback in trainer.callbacks:
+        callback.on_rollback(trainer.step)
+    most = trainer.config.train.rollback.limit
+    return f"rollback {len(known)} of at most {most}: {rollback.describe()}"
+
+
 class MetricsLog(Callback):
     """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
@@ -238,6 +264,11 @@ class MetricsLog(Callback):
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
 
+    def on_rollback(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = MetricsWriter(self._writer.path.parent, start_step=step)
+
     def release(self) -> None:
         """Close the file, however training ended."""
         if self._writer is not None:
@@ -259,6 +290,10 @@ class Evaluations(PeriodicEvaluation):
         dist.all_reduce(done, group=trainer.host_group)
         self._done = trainer.step if done else -1
 
+    def on_rollback(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer = EvaluationWriter(self._writer.path.parent, step)
+
     def evaluate(self, *, due: bool) -> None:
         trainer = self._trainer
         if not trainer.held_out or trainer.step == self._done or not due:
@@ -277,6 +312,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:
         progress.message(str(error), warning=True)
+    trainer.train_state.can_roll_back = trainer.config.train.rollback.limit > 0
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     for callback in trainer.callbacks:
         callback.on_checkpoint(trainer.step)

@@ -31,6 +31,13 @@ class NonFiniteError(RunError):
     """The loss or a gradient is not finite. The step did not change the weights."""
 
 
+class LossSpikeError(RunError):
+    """The loss is too high, `train.rollback.sigma`. The step did not change the weights."""
+
+
+NOT_FINITE, SPIKE, NO_LABEL = "not finite", "spike", "no label"  # why an update is left out
+
+
 @dataclass(frozen=True)
 class StepReport:
     """Numbers that a rank sends to all ranks at the end of a step, in one float64 all-gather."""
@@ -85,7 +92,7 @@ class StepResult:
     reports: tuple[StepReport, ...] = ()  # of each rank
     index: IndexMetrics | None = None  # None for a dense step
     routing: RoutingMetrics | None = None  # None without experts
-    skipped: bool = False  # the optimizer's update
+    skipped: str = ""  # why the optimizer's update was left out
     warnings: tuple[str, ...] = ()
     save: bool = False  # as stop
 
@@ -189,7 +196,8 @@ class Step:
             requests: whether this worker received a request to stop, and one to save.
             data_seconds: how long this worker waited for the data.
 
-        Raises NonFiniteError, before the weights change, if a loss or gradient is not finite.
+        Raises NonFiniteError, before the weights change, if a loss or gradient is not finite and
+        `train.skip_nonfinite` steps before were not either; LossSpikeError for a rollback.
         """
         state, config = self._state, self._worker.config
         lr = state.set_rate()
@@ -198,12 +206,11 @@ class Step:
             finite_check = torch.stack([loss.double(), state.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
         reports = self._exchange_reports(finite_check, requests, data_seconds, records)
-        check_finite(reports, state.step + 1)
-        routing = routing_metrics([b.routing for b in batches if b.routing is not None], config)
         grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
-        skipped, warning = self._skips_update(mean_loss, grad_norm)
+        skipped, warning = self._skips_update(reports, mean_loss, grad_norm)
+        routing = routing_metrics([b.routing for b in batches if b.routing is not None], config)
         if not skipped:
             with profiler_labels.label(profiler_labels.OPTIMIZER):
                 state.update(grad_norm)
@@ -222,7 +229,7 @@ class Step:
             dense = dict.fromkeys(numbers, pairs / all_pairs)
             index = index_metrics(sums, records, config.seq, dense)
         return StepResult(
-            loss=mean_loss,
+            loss=mean_loss if mean_loss is not None and math.isfinite(mean_loss) else None,
             grad_norm=grad_norm,
             lr=lr,
             tokens=tokens,
@@ -312,11 +319,25 @@ class Step:
         progress_record.note("optimizer")
         return [StepReport.of(row) for row in rows]
 
-    def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
-        """Return whether to skip the update, and a warning; "" for none."""
-        step = self._state.step + 1
+    def _skips_update(
+        self, reports: Sequence[StepReport], loss: float | None, grad_norm: float
+    ) -> tuple[str, str]:
+        """Return why to skip the update, "" to run it, and a warning, "" for none."""
+        state, config = self._state, self._worker.config
+        step, train = state.step + 1, config.train
+        try:
+            check_finite(reports, step)
+        except NonFiniteError as error:
+            state.nonfinite += 1
+            if state.nonfinite > train.skip_nonfinite:
+                raise
+            count = f"{state.nonfinite} of at most {train.skip_nonfinite} in a row"
+            return NOT_FINITE, f"{error} ({count})"
+        state.nonfinite = 0
         if loss is None:  # AdamW would still change the weights, by decay and by its moments
-            return True, f"step {step}: no token has a label; the update is skipped"
-        spike, line = self._state.spikes.check(step, loss, grad_norm)
-        skipped = spike and self._worker.config.optim.skip_spikes
-        return skipped, line + "; its update is skipped" * skipped if line else ""
+            return NO_LABEL, f"step {step}: no token has a label; the update is skipped"
+        if state.can_roll_back and (above := state.spikes.far_above(loss, train.rollback.sigma)):
+            raise LossSpikeError(f"step {step}: {above} of the last steps")
+        spike, line = state.spikes.check(step, loss, grad_norm)
+        skipped = SPIKE if spike and config.optim.skip_spikes else ""
+        return skipped, line + "; its update is skipped" * bool(skipped) if line else ""

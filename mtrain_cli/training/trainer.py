@@ -6,7 +6,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_place
 from mtrain_cli.launch.failures import PeerLostError
+from mtrain_cli.launch.rollbacks import Rollback
+from mtrain_cli.launch.run_dir import NoCheckpointError
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.parallel.exchange import Exchange
@@ -183,7 +185,7 @@ class Trainer:
             dense_density=result.allowed / config.train.global_batch / all_pairs if index else None,
             peak_memory_gib=memory,
             seconds=seconds,
-            epoch=self.sampler.consumed / len(self.dataset),
+            epoch=self.sampler.position(self.sampler.consumed) / len(self.dataset),
             consumed=self.sampler.consumed,
             data_seconds=result.data_seconds,
             slashes=index.slashes if index else None,
@@ -192,7 +194,8 @@ class Trainer:
             index_cut=index.cut if index else None,
             density_by_layer=list(index.density_by_layer) if index else None,
             **(result.routing.metrics() if result.routing else {}),
-            skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
+            skipped=bool(result.skipped) if config.optim.skip_spikes or result.skipped else None,
+            skip_reason=result.skipped or None,
         )
 
     def state(self) -> dict[str, Any]:
@@ -200,6 +203,23 @@ class Trainer:
 
     def resume(self, checkpointer: Checkpointer) -> None:
         self.train_state.resume(checkpointer)
+
+    def roll_back(self, checkpointer: Checkpointer, reason: str) -> Rollback:
+        """Go back to the newest checkpoint, without the data read since, and return what happened.
+
+        The next step trains on the data after those of the step that failed. All workers call this.
+        Raises NoCheckpointError if none is intact.
+        """
+        state, sampler = self.train_state, self.sampler
+        reached, end = self.step + 1, sampler.position(sampler.consumed - 1) + 1
+        if checkpointer.holds_only_weights():
+            raise NoCheckpointError("no checkpoint of this run could be saved")
+        self.states.drop_gradients()
+        self.resume(checkpointer)
+        when, first = share(time.time(), self.host_group)[0], sampler.position(sampler.consumed)
+        rollback = Rollback(when, reason, reached, self.step, first, end)
+        state.add_rollbacks([asdict(rollback)])
+        return rollback
 
 
 class TrainData:

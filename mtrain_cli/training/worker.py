@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.rollbacks import Rollback
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.parallelize import initialize, parallelize
@@ -110,6 +113,7 @@ class TrainState:
     """This worker's shards of the weights and of the optimizer's state, and the counters.
 
     states: the optimizer with its copy of the weights. tokens: of the finished steps.
+    nonfinite: latest steps in a row that were not finite. can_roll_back: whether a spike does.
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:
@@ -154,7 +158,9 @@ class TrainState:
         self._options = StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
-        self.step = self.tokens = 0
+        self.step = self.tokens = self.nonfinite = 0
+        self.rollbacks: list[Rollback] = []
+        self.can_roll_back = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -210,6 +216,8 @@ class TrainState:
             "step": self.step,
             "tokens": self.tokens,
             "spikes": self.spikes.state(),
+            "nonfinite": self.nonfinite,
+            "rollbacks": [asdict(rollback) for rollback in self.rollbacks],
             **self._loader.state(),
         }
         learned = {LEARNED: self._learned} if self._learned else {}
@@ -245,5 +253,15 @@ class TrainState:
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self._loader.load_state(saved)
+        self._has_learned = not self._worker.config.sparsity.has_learned_state
+        self.can_roll_back = self._worker.config.train.rollback.limit > 0
         if "spikes" in saved:  # older checkpoints have none
             self.spikes.load_state(saved["spikes"])
+            self.nonfinite = int(saved.get("nonfinite", 0))
+            self.add_rollbacks(saved.get("rollbacks", ()))
+
+    def add_rollbacks(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Leave out the data of further rollbacks. rows: `Rollback` as dicts, known ones too."""
+        further = {documents.checked(Rollback, row) for row in rows}
+        self.rollbacks = sorted({*self.rollbacks, *further}, key=lambda rollback: rollback.time)
+        self._loader.leave_out((rollback.first, rollback.end) for rollback in self.rollbacks)

@@ -19,14 +19,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import NAME as MANIFEST
-from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps, manifest_file
+from mtrain_cli.launch.manifest import (
+    Manifest,
+    ManifestError,
+    committed_steps,
+    is_kept,
+    manifest_file,
+)
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_extras.places.files import why
 from mtrain_extras.places.run_place import ID, PlaceError, RunPlace, small_files, steps
@@ -67,6 +73,8 @@ class RunCopy(Callback):
         self._looked = 0.0  # when the small files were looked at
         # Step and time of the newest checkpoint that is there, and of the one whose attempt failed.
         self._sent, self._tried = _NONE, (-2, 0)
+        # Those that stay for good, and are there. A store that is slow gets them after a newer one.
+        self._keep_every, self._kept = trainer.config.train.keep_every, set[tuple[int, int]]()
         # The steps of all checkpoints that were here, from before training may remove some.
         self._seen = set(committed_steps(run_dir.path / "checkpoints"))
         self._failing = False  # whether the last attempt failed
@@ -167,6 +175,10 @@ class RunCopy(Callback):
 
     def _newest(self) -> tuple[int, int]:
         """Return step and time of the newest checkpoint here. One that is trained again is new."""
+        return next(self._here(), _NONE)
+
+    def _here(self) -> Iterator[tuple[int, int]]:
+        """Yield step and time of the checkpoints here, newest first."""
         folder = self._folder / "checkpoints"
         here = committed_steps(folder)
         self._seen.update(here)
@@ -174,8 +186,7 @@ class RunCopy(Callback):
             # A run that fell back to an earlier checkpoint leaves later ones, which do not count.
             if self._begun_step < 0 or step <= self._begun_step:
                 with contextlib.suppress(FileNotFoundError):
-                    return step, manifest_file(folder, step).stat().st_mtime_ns
-        return _NONE
+                    yield step, manifest_file(folder, step).stat().st_mtime_ns
 
     def _copy(self, ended: bool) -> None:
         newest, until = self._newest(), time.monotonic() + _LATE_S
@@ -193,8 +204,13 @@ class RunCopy(Callback):
             if not self._has_id:
                 self._claim()
             self._send_small_files()
-        if is_new:
-            self._send_checkpoint(newest)
+        if is_new and self._send_checkpoint(newest):
+            self._sent = newest
+            if self._first:
+                self._remove_superseded(newest[0])
+        for kept in [one for one in self._here() if is_kept(one[0], self._keep_every)]:
+            if kept in {*self._kept, self._sent} or self._send_checkpoint(kept):
+                self._kept.add(kept)
         if ended and self._first:
             self._write_page()  # last, since the machine may be taken away
         self._tried, self._failing = (-2, 0), False
@@ -207,17 +223,18 @@ class RunCopy(Callback):
                     self._place.put(self._folder / name, name)
                     self._sent_files[name] = facts
 
-    def _send_checkpoint(self, newest: tuple[int, int]) -> None:
-        step = newest[0]
+    def _send_checkpoint(self, chosen: tuple[int, int]) -> bool:
+        """Send a checkpoint, and return whether it is there. False if a newer one replaces it."""
+        step = chosen[0]
         folder, prefix = self._folder / "checkpoints" / f"step-{step}", f"checkpoints/step-{step}/"
         try:
             manifest = Manifest.read(folder)
             content = (folder / MANIFEST).read_bytes()
             held = self._hold(folder, [n for n in manifest.files if self._is_own(n)])
             if (folder / MANIFEST).read_bytes() != content:
-                return  # the links may be to files of either
+                return False  # the links may be to files of either
         except (ManifestError, FileNotFoundError):
-            return  # a newer one has replaced it
+            return False  # a newer one has replaced it
         try:
             if self._place.read(prefix + MANIFEST) != content:
                 mark = hashlib.sha256(content).hexdigest().encode()
@@ -225,9 +242,7 @@ class RunCopy(Callback):
                 if self._first:
                     self._wait_for_nodes(manifest, mark, prefix)
                     self._place.write(prefix + MANIFEST, content)
-            self._sent = newest
-            if self._first:
-                self._remove_superseded(step)
+            return True
         finally:
             shutil.rmtree(self._links, ignore_errors=True)
 

@@ -78,6 +78,7 @@ class Follower(Callback):
         self._ended = threading.Event()
         self._failed, self._problem = False, ""
         self._offsets: dict[str, int] = {}
+        self._back: int | None = None  # the step to which the run went back
         self._sent = run_dir.path / f"{name}.sent"  # {file: the last step that the tracker has}
 
     def before_training(self) -> None:
@@ -88,6 +89,9 @@ class Follower(Callback):
             why, self._problem = self._problem, ""
             line = f"run.loggers: {self._name} is left ({why}); training goes on, and"
             self._message(f"{line} {METRICS_FILE} has all steps", warning=True)
+
+    def on_rollback(self, step: int) -> None:
+        self._back = step  # the files have no later steps any more
 
     def on_error(self, error: Exception) -> None:  # noqa: ARG002 - a hook
         self._failed = True
@@ -115,6 +119,10 @@ class Follower(Callback):
             while not ended:
                 ended = self._ended.wait(_POLL)
                 before = dict(sent)
+                back, self._back = self._back, None
+                if back is not None:  # the steps after it come again
+                    self._offsets.clear()
+                    first = {name: min(step, back) for name, step in sent.items()}
                 try:
                     for name, step, values in self._rows():
                         if step > first[name]:

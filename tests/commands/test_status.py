@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch import progress_record, run_dir, run_status
+from mtrain_cli.launch import progress_record, rollbacks, run_dir, run_status
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.rollbacks import Rollback
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import StateReporter
 
@@ -154,6 +155,29 @@ def test_the_sheet_shows_progress_and_health(monkeypatch):
     assert re.fullmatch(
         r"warnings +1, the last one \d s ago: step 11 is a spike: loss 9.9", lines[10]
     )
+
+
+def test_the_sheet_says_what_was_rolled_back_and_skipped_and_why():
+    run = begun()
+    stepped(run)
+    reason = "step 19: loss 9.1000, 25 sigma above the median 3.2000 of the last steps\x1b[2J"
+    rollbacks.write_rollbacks(run, [Rollback(time.time() - 3600, reason, 19, 16, 32, 38)])
+    with run.metrics.open("w") as file:
+        for step in range(1, 13):
+            why = "not finite" if step in (5, 9) else None
+            file.write(json.dumps({"step": step, "loss": why and 2.0, "skip_reason": why}) + "\n")
+    lines = [line.rstrip() for line in status("first").stdout.splitlines()]
+    at = next(n for n, line in enumerate(lines) if line.startswith("rollbacks"))
+    assert re.fullmatch(r"rollbacks +1, the last one 1:00:0\d ago:", lines[at])
+    assert " ".join(" ".join(lines[at + 1 :]).split()).startswith(
+        "back to the checkpoint of step 16, without the 6 sequences up to step 19: step 19: "
+        "loss 9.1000, 25 sigma above the median 3.2000 of the last steps"
+    )
+    assert "\x1b" not in "".join(lines)
+    assert "skipped     2 updates lately, last of step 9: not finite" in lines
+    (rolled,) = found("first")["rollbacks"]
+    assert (rolled["reached"], rolled["step"], rolled["first"], rolled["end"]) == (19, 16, 32, 38)
+    assert found("first")["skipped"] == [[5, "not finite"], [9, "not finite"]]
 
 
 def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):

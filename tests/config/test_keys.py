@@ -90,6 +90,8 @@ def test_every_key_has_help():
         ("train.keep_mlp", [0], [-1]),
         ("train.tile_mib", [0, 2**20], [-1, 2**20 + 1]),
         ("train.balance_loss", [0, 100], [-1e-30, 100.1]),
+        ("train.rollback.limit", [0], [-1]),
+        ("train.rollback.sigma", [3], [0, 2.999]),
         ("run.spike_sigma", [0, 3], [-1, 1e-30, 2.999]),
     ],
 )

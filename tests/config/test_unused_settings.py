@@ -20,6 +20,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         (["topology.tensor_chunks=2"], "topology.tensor_parallel=1 does not use it"),
         (["optim.schedule_steps=50", "optim.schedule=constant"], "optim.schedule=constant does"),
         (["train.checkpoint_every=6", "train.steps=5"], "train.steps=5 ends first"),
+        (["train.rollback.sigma=9"], "train.rollback.limit=0 does not use it"),
         (["model.rope.beta_fast=16", "model.rope.scaling=none"], "model.rope.scaling=none; only"),
         (["eval.samples=4"], "train.eval_tasks=[] names no task"),
     ],

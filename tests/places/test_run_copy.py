@@ -39,10 +39,11 @@ def store(monkeypatch, tmp_path):
 class Run:
     """A run's folder whose checkpoints a test writes, and the callbacks that follow it."""
 
-    def __init__(self, folder, nodes=1, step=0):
+    def __init__(self, folder, nodes=1, step=0, words=()):
         self.folder, self.lines = folder, []
         folder.mkdir(parents=True, exist_ok=True)
-        config = compose([f"run.remote={URL}", f"run.dir={folder}"])
+        config = compose([f"run.remote={URL}", f"run.dir={folder}", *words])
+        self.keep_every = config.train.keep_every
         resolved_file.save(config, folder / "resolved.yaml")
         self.copies = []
         for node in range(nodes):
@@ -70,6 +71,8 @@ class Run:
             shutil.rmtree(partial.with_suffix(""))
         partial.rename(partial.with_suffix(""))
         for old in committed_steps(self.folder / "checkpoints")[keep:]:
+            if self.keep_every and not old % self.keep_every:
+                continue
             for path in (self.folder / "checkpoints" / f"step-{old}").iterdir():
                 path.unlink()
             (self.folder / "checkpoints" / f"step-{old}").rmdir()
@@ -177,6 +180,31 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_arrives(store, tmp_path, mo
     assert complete(store) == [4]
     assert not run.warnings
     assert not list(run.folder.glob("uploading*"))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeypatch, nodes):
+    go_on = threading.Event()
+
+    def act(_, path):
+        if "step-2/" in path:
+            assert go_on.wait(10)
+
+    recorded(monkeypatch, "put_file", act)
+    kept = ["train.checkpoint_every=2", "train.keep_every=4"]
+    run = Run(tmp_path / "night", nodes=nodes, words=kept)
+    run.save(2, keep=1)
+    time.sleep(0.1)  # the store is slow, and the run goes on
+    for step in (4, 6, 8, 10):
+        run.save(step, keep=1)
+    go_on.set()
+    run.wait(lambda: complete(store) == [4, 8, 10])
+    run.save(12, keep=1)
+    run.save(14, keep=1)
+    run.close()
+    assert complete(store) == [4, 8, 12, 14]
+    assert committed_steps(run.folder / "checkpoints") == [14, 12, 8, 4]
+    assert not run.warnings
 
 
 def fail_while(condition):

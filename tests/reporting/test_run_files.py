@@ -32,6 +32,9 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "restarts.jsonl").write_text(
         '{"time": 1.0, "reason": "x", "rank": 0, "reached": 2, "step": 1, "workers": 1}\n'
     )
+    (tmp_path / "rollbacks.jsonl").write_text(
+        '{"time": 1.0, "reason": "x", "reached": 2, "step": 1, "first": 4, "end": 8}\n'
+    )
     folder = ResultsFolder.open(tmp_path / "evaluation", "..")
     folder.add_result(Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 5.0, "%"))
     return tmp_path
@@ -43,8 +46,8 @@ def test_an_undamaged_run_has_everything(run: Path):
     assert files.chosen == {"train.kernel": "sdpa"}
     assert (files.steps_wanted, files.settings["train.steps"]) == (3, 3)
     assert files.facts == {"command": "mtrain train"}
-    counts = (files.metrics, files.evaluations, files.results, files.restarts)
-    assert list(map(len, counts)) == [2, 1, 1, 1]
+    counts = (files.metrics, files.evaluations, files.results, files.restarts, files.rollbacks)
+    assert list(map(len, counts)) == [2, 1, 1, 1, 1]
     assert read_run(run / "evaluation").damage == ()
     (run / "empty").mkdir()
     assert read_run(run / "empty").damage == ()
@@ -81,6 +84,7 @@ def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
         ("evaluations.jsonl", "line 1 is damaged; "),
         ("evaluation/results.jsonl", "line 1 is damaged; "),
         ("restarts.jsonl", "1 unreadable line skipped"),
+        ("rollbacks.jsonl", "1 unreadable line skipped"),
     ],
 )
 def test_one_line_names_a_damaged_file_and_what_is_missing(run: Path, name: str, lost: str):
@@ -90,7 +94,7 @@ def test_one_line_names_a_damaged_file_and_what_is_missing(run: Path, name: str,
     (line,) = files.damage
     assert line.startswith(f"{run / name}: ")
     assert lost in line
-    shown = "metrics", "evaluations", "restarts", "settings", "facts", "results"
+    shown = "metrics", "evaluations", "restarts", "rollbacks", "settings", "facts", "results"
     changed = [one for one in shown if getattr(files, one) != getattr(whole, one)]
     assert len(changed) <= 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from reporting.training_runs import step, trained
 
 from mtrain_cli.console import Console
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.rollbacks import Rollback
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sections import files
@@ -133,6 +135,23 @@ def test_restarts_of_a_run_are_marked(tmp_path):
     assert shapes["seconds per step"] == [(20, "dash")]
     text = write_page(tmp_path / "report.html", [source]).read_text()
     assert "from step 20, after step 25: rank 1 was killed" in text
+
+
+def test_a_page_says_what_was_rolled_back_and_skipped_and_why(tmp_path):
+    source = trained("one", tmp_path)
+    why = {3: "not finite", 4: "not finite", 9: "spike", 11: "not finite"}
+    steps = [replace(m, skip_reason=why.get(m.step)) for m in source.metrics]
+    rollback = Rollback(0.0, "step 25: loss <9>", 25, 20, 40, 50)
+    source = replace(source, metrics=tuple(steps), rollbacks=(rollback,))
+    text = write_page(tmp_path / "report.html", [source]).read_text()
+    assert "<dt>skipped</dt><dd>not finite: 3-4, 11; spike: 9</dd>" in text
+    assert (
+        "back to the checkpoint of step 20, without the 10 sequences up to step 25: "
+        "step 25: loss &lt;9&gt;</dd>"
+    ) in text
+    shapes = {(s["x0"], s["line"]["dash"]) for view in training_figure([source]).views
+              for s in view.layout["shapes"]}  # fmt: skip
+    assert shapes == {(20, "dot")}
 
 
 def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):

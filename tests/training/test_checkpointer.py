@@ -86,6 +86,36 @@ def test_old_checkpoints_go_only_after_their_successor_is_complete(tmp_path):
     assert names(tmp_path) == ["step-10", "step-11"]
 
 
+def test_every_mth_checkpoint_stays_for_good(tmp_path):
+    for steps in ((1, 2, 3, 4, 5), (6, 7, 8, 9)):  # a run that resumes goes on likewise
+        checkpointer = Checkpointer(tmp_path, keep=2, keep_every=4)
+        for step in steps:
+            save(checkpointer, step, asynchronous=False)
+    assert names(tmp_path) == ["step-4", "step-8", "step-9"]
+    save(Checkpointer(tmp_path, keep=1), 10, asynchronous=False)
+    assert names(tmp_path) == ["step-10"], "the settings of the last run decide"
+
+
+def test_the_last_good_checkpoint_stays_whatever_is_damaged(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=1, keep_every=4)
+    for step in (4, 7, 8, 9):
+        save(checkpointer, step, asynchronous=False)
+    assert names(tmp_path) == ["step-4", "step-8", "step-9"]
+    for step in (8, 9):
+        flip_a_byte(tmp_path / f"step-{step}" / "__0_0.distcp")
+    checkpointer = Checkpointer(tmp_path, keep=1, keep_every=4, report=print)
+    assert checkpointer.load(state_of(0)) == 4
+    (tmp_path / "step-6.tmp-1").touch()  # this save fails
+    with pytest.raises(CheckpointError):
+        save(checkpointer, 6, asynchronous=False)
+    (tmp_path / "step-6.tmp-1").unlink()
+    assert checkpointer.load(state_of(0)) == 4
+    save(checkpointer, 6, asynchronous=False)
+    save(checkpointer, 7, asynchronous=False)
+    assert checkpointer.load(state_of(0)) == 7
+    assert names(tmp_path) == ["step-4", "step-7", "step-8", "step-9"]
+
+
 def test_a_new_checkpoint_stays_although_later_steps_exist(tmp_path):
     # After falling back to an earlier step, the run repeats the same steps.
     checkpointer = Checkpointer(tmp_path, keep=1)

@@ -92,6 +92,14 @@ def test_a_run_saves_periodically_and_at_the_end_and_keeps_the_newest(tmp_path):
     assert state.chosen["topology.layout"] == "striped", "topology.layout=auto"
 
 
+def test_every_mth_checkpoint_stays_when_the_run_resumes_too(tmp_path):
+    words = ["train.checkpoint_every=1", "train.keep_checkpoints=1", "train.keep_every=2"]
+    gloo.run(2, run, str(tmp_path), ["train.steps=3", *words])
+    assert checkpoints(tmp_path) == ["step-2", "step-3"]
+    gloo.run(2, run, str(tmp_path), ["train.steps=5", *words], True)
+    assert checkpoints(tmp_path) == ["step-2", "step-4", "step-5"]
+
+
 def test_a_last_step_that_was_just_saved_is_not_saved_twice(tmp_path):
     assert gloo.run(1, run, str(tmp_path), ["train.steps=4", "train.checkpoint_every=2"]) == [
         [2, 4]

@@ -329,3 +329,33 @@ def test_mlflow_names_a_changed_setting_once(tmp_path, monkeypatch):
     tags = MlflowClient().get_run(own).data.tags
     changes = {name: tags[name] for name in tags if name.startswith("optim.lr from")}
     assert changes == {"optim.lr from step 20": "0.001", "optim.lr from step 60": "auto"}
+
+
+def test_the_steps_after_a_rollback_are_sent_and_not_those_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_POLL", 0.01)
+    rows = []
+
+    class Rows:
+        def log(self, step, values):
+            rows.append((step, values["train/loss"]))
+
+        def close(self, failed):
+            assert not failed
+
+    def wait(count):
+        deadline = time.monotonic() + 10
+        while len(rows) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    with MetricsWriter(tmp_path, start_step=0) as writer:
+        followed = followed_by("tensorboard", follower("rows", lambda _: Rows()), tmp_path)
+        for step in range(1, 7):
+            writer.write(replace(metrics_of(step), loss=float(step)))
+        wait(6)
+    with MetricsWriter(tmp_path, start_step=3) as writer:
+        followed.on_rollback(3)
+        for step in range(4, 13):
+            writer.write(replace(metrics_of(step), loss=step + 0.5))
+        followed.close()
+    lost = [(step, float(step)) for step in range(1, 7)]
+    assert rows == [*lost, *((step, step + 0.5) for step in range(4, 13))]
