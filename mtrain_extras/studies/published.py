@@ -62,7 +62,7 @@ class PublishedRow:
     redundancy: workers and layout of a count of messages; empty if the row counts none.
     measured: shipped profile, layout and exchange of a measured value; empty if there is none.
     attention: pattern with which the model of a score reads its prompts.
-    ring: how the paper's rings run, with the keys of `RingVariant`.
+    hops: how the paper's rings run, with the keys of `RingVariant`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class PublishedRow:
     redundancy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     attention: str = "dense"
-    ring: RingVariant = OURS
+    hops: RingVariant = OURS
 
     def on(self, cluster: str) -> Cluster:
         """Return the cluster of the row."""
@@ -178,7 +178,7 @@ def _row(
     name, values = str(given.pop("row")), given.pop("values")
     if other := [quantity for quantity in values if quantity not in quantities]:
         raise ValueError(f"{other[0]}: no such quantity")
-    given["ring"] = checked(RingVariant, given.get("ring", {}))
+    given["hops"] = checked(RingVariant, given.get("hops", {}))
     return PublishedRow(name, tuple(_value(*item) for item in values.items()), **given)
 
 

@@ -151,7 +151,7 @@ def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scena
         calibration=calibration,
         cluster=cluster,
     ).scenario()
-    return replace(scenario, variant=row.ring)
+    return replace(scenario, variant=row.hops)
 
 
 def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:
