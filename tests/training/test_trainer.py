@@ -242,7 +242,7 @@ def saved_early(rank: int, world: int, folder: str, save: bool) -> list[float | 
 
 
 def both_ways(rank: int, world: int, folder: str) -> list[list[float | None]]:
-    return [saved_early(rank, world, folder, save) for save in ("", "no label")]
+    return [saved_early(rank, world, folder, save) for save in (False, True)]
 
 
 def test_a_run_saved_before_its_first_update_resumes_exactly(tmp_path):
@@ -324,7 +324,7 @@ def asked(rank: int, world: int) -> list[tuple[bool, bool]]:
 
 
 def test_all_workers_stop_or_save_if_one_is_asked_to():
-    assert gloo.run(2, asked) == [[(True, False), ("", "no label")]] * 2
+    assert gloo.run(2, asked) == [[(True, False), (False, True)]] * 2
 
 
 def not_finite(rank: int, world: int) -> str:
