@@ -182,8 +182,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_arrives(store, tmp_path, mo
     assert not list(run.folder.glob("uploading*"))
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeypatch, nodes):
+def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeypatch):
     go_on = threading.Event()
 
     def act(_, path):
@@ -192,7 +191,7 @@ def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeyp
 
     recorded(monkeypatch, "put_file", act)
     kept = ["train.checkpoint_every=2", "train.keep_every=4"]
-    run = Run(tmp_path / "night", nodes=nodes, words=kept)
+    run = Run(tmp_path / "night", words=kept)
     run.save(2, keep=1)
     time.sleep(0.1)  # the store is slow, and the run goes on
     for step in (4, 6, 8, 10):

@@ -220,7 +220,7 @@ def test_a_step_without_labels_changes_nothing_and_warns():
         for setting, one in zip(settings, results, strict=True):
             assert one["same"], f"{setting}: weights, moments or counts of steps changed"
             assert one["losses"][0] > 5
-            assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, (False, True))
+            assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, ("", "no label"))
             assert one["line"] == (2, None, True)
             assert one["warnings"] == ("step 2: no token has a label; the update is skipped",)
             assert one["changed"]
