@@ -74,7 +74,7 @@ def test_every_line_has_every_key_of_the_contract(tmp_path):
         *("mfu_model", "mfu_executed"),
         *("density", "peak_memory_gib", "seconds", "epoch", "consumed", "data_seconds"),
         *("slashes", "columns", "index_seconds", "index_cut", "density_by_layer"),
-        "skipped",
+        *("skipped", "skip_reason"),
         *("balance_loss", "router_z", "expert_load", "expert_load_by_layer"),
         *("router_entropy", "targets", "targets_per_second_per_gpu", "dense_density"),
     }
