@@ -60,6 +60,12 @@ class RefusedError(pickle.UnpicklingError):
     """A pickle names a class that is not on the list, or claims too many objects."""
 
 
+def _member(found: Any, name: Any) -> Any:
+    if isinstance(found, enum.EnumMeta) and isinstance(name, str):
+        return found[name]
+    raise RefusedError("names builtins.getattr, which mtrain loads for enumerations only")
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Creates the classes in `METADATA`, torch's dtypes and paths, and nothing else."""
 
@@ -72,6 +78,8 @@ class MetadataUnpickler(pickle.Unpickler):
             return found
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 pickle members of enumerations with it
         raise RefusedError(f"names {module}.{name}, which mtrain does not load")
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from mtrain_cli.composition import compose
 from mtrain_cli.launch.failures import Failure
@@ -86,7 +87,7 @@ def test_plain_values_are_unpickled(value):
     [
         b"cbuiltins\neval\n.",
         b"cos\nsystem\n.",
-        b"cbuiltins\ngetattr\n.",
+        b"cbuiltins\nsetattr\n.",
         b"cmtrain_cli.launch.safe_pickle\npickle.Unpickler\n.",
         b"\x80\x04\x8c\x0cmtrain_cli.x\x8c\x02os\x93.",
         b"ctorch.storage\n_load_from_bytes\n.",
@@ -104,6 +105,15 @@ def test_functions_and_active_classes_are_refused(pickled):
 def test_persistent_ids_are_refused(content):
     with pytest.raises(RefusedError, match="persistent id"):
         loads_message(content)
+
+
+def test_members_of_enumerations_are_those_of_early_python_3_11():
+    kind = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+    content = b"cbuiltins\ngetattr\n(" + kind + b"VTENSOR\ntR."
+    assert MessageUnpickler(io.BytesIO(content)).load() is WriteItemType.TENSOR
+    for other in (b"cbuiltins\ndict\nVfromkeys\n", kind + b"V__class__\n"):
+        with pytest.raises((RefusedError, KeyError)):
+            MessageUnpickler(io.BytesIO(b"cbuiltins\ngetattr\n(" + other + b"tR.")).load()
 
 
 def test_a_store_that_other_users_can_open_is_refused(tmp_path):
