@@ -107,8 +107,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         yield
     except ConfigError as error:
         _print_problems(error.problems)
-        if job_rank() and sys.argv[1:2] and sys.argv[1] in _OF_JOBS:
-            sys.stderr.flush()
+        if job_rank() and outer and outer.find_root().invoked_subcommand in _OF_JOBS:
             tell_rank_zero(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:

@@ -499,7 +499,7 @@ class TrainConfig:
     callbacks: callbacks of other installed packages that follow the run (docs/extending.md)
     checkpoint_every: number of steps between checkpoints; 0 = only at the end
     keep_checkpoints: number of newest checkpoints to keep
-    keep_every: keep the checkpoint of every so many steps for good, too; 0 = of none
+    keep_every: number of steps between checkpoints that also stay for good; 0 = keep none
     checkpoint_at_end: save a checkpoint when the run ends
     skip_nonfinite: most steps in a row whose update is left out because a loss or gradient is not
         finite; 0 = such a step stops the run, or rolls it back

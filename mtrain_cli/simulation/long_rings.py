@@ -1,7 +1,8 @@
 """Let two shorter rings, which are played, stand for a long one (`ring.shorter_rings`).
 
-In a shorter ring all ranks do in each step what the slowest rank of the long ring does in one of
-its steps. So the time is that of the long ring if all work is equal, and about an upper bound else.
+In each step of a shorter ring, all ranks do what the slowest rank of the long ring does in one of
+its steps. If all ranks have equal work, the time is that of the long ring. Otherwise it is mostly
+too long (docs/simulation.md says by how much).
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def shorter_cases(case: ReplayCase, per_node: int) -> list[tuple[Fraction, Repla
 class RingWork:
     """The pairs of a long ring.
 
-    most: largest pairs of a rank with the keys of the group that is so many nodes and ranks before
-        its own, int64 [nodes, ranks of a node]; in a flat ring [1, ranks].
+    most: int64 [nodes, ranks of a node], in a flat ring [1, ranks]. Entry (n, r) is the largest
+        number of pairs that a rank has with the keys of the group n nodes and r ranks before its
+        own.
     columns, column_pairs: largest number of gathered columns of a rank, and of their pairs.
     total_pairs: of each group and part of the heads, with gathered columns.
     """

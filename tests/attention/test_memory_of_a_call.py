@@ -131,3 +131,5 @@ def test_columns_in_front_of_the_keys_have_the_estimated_size(kv_heads):
     # The estimate of the call without a front has wider lists of partial blocks.
     wider = 4 * (index.listed(queries, keys) - alone["partial"].numel() - alone["full"].numel())
     assert estimate + wider == held
+    in_ring = dataclasses.replace(index, rings=True)
+    assert in_ring.in_front(queries, keys, kv_heads * 8, 4 // kv_heads, 8) == 0

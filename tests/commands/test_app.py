@@ -213,6 +213,26 @@ def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train seq=abc", True),
+        ("profile imbalance seq=abc", True),
+        ("config show seq=abc", False),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_a_rank_tells_rank_0_of_a_mistake_in_a_command_whose_ranks_meet(
+    monkeypatch, words, told, rank
+):
+    said = []
+    monkeypatch.setattr(command_line, "tell_rank_zero", said.extend)
+    monkeypatch.setenv("RANK", rank)
+    result = CliRunner().invoke(command_line.app, words.split())
+    assert result.exit_code == 2
+    assert [line.partition(":")[0] for line in said] == ["seq=abc"] * (told and rank != "0")
+
+
 def test_in_a_job_one_process_per_machine_prints_the_error():
     def message(rank: int, local_rank: int) -> str:
         job = {
