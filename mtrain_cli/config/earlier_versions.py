@@ -42,6 +42,7 @@ LATER: dict[str, Any] = {
     "train.lora.alpha": 32.0,
     "train.lora.targets": "auto",
     "train.lora.quantize": "none",
+    "train.fp8": "none",
     "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",

@@ -405,7 +405,7 @@ def conflict(config: Config, text: str, **words: object) -> Problem:
         names.append(name)
         return setting(name) + ("" if field[2] else f"={show(_value(config, name))}")
 
-    line = re.sub(r"\{([a-z_.]+)(!s)?\}", filled, text)
+    line = re.sub(r"\{([a-z0-9_.]+)(!s)?\}", filled, text)
     return Problem(line, *names, value=_value(config, names[0]))
 
 

@@ -55,6 +55,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")
 SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
+FP8S = ("none", "mlp")
+FP8_ALIGNMENT = 16  # widths of fp8 products on a GPU are multiples
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
@@ -464,6 +466,8 @@ class TrainConfig:
     micro_batch: number of sequences per forward pass of one context group
     dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
         GPUs, float32 on CPUs
+    fp8: matrix products in fp8 (e4m3), but not the gradients of weights: none; mlp = gate, up and
+        down; needs bfloat16 and, on a GPU, compute capability 8.9 (docs/memory.md)
     kernel: local attention kernel; auto = the fastest kernel that supports the run
     activation_checkpoint: what a layer keeps for its backward pass: none = everything; selective =
         its input and the attention output; sequence_selective = that output of only the last
@@ -511,6 +515,7 @@ class TrainConfig:
     global_batch: int = option(POSITIVE.up_to(*_SEQUENCES))
     micro_batch: int = option(_HEADS)
     dtype: str = option(DTYPES)
+    fp8: str = option(FP8S)
     kernel: str = option(KERNELS)
     activation_checkpoint: str = option(CHECKPOINTS)
     memory: str = option(MEMORIES)

@@ -25,6 +25,7 @@ from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     EVAL_TASKS,
+    FP8_ALIGNMENT,
     PERPLEXITY,
     Config,
     ConfigError,
@@ -36,6 +37,7 @@ from mtrain_cli.config.suggest import adapter_hint, no_such
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 # Settings that a model of transformers does not support, and the value that turns each off.
 _FOREIGN = NEED_WHOLE_MODEL | {"train.memory": "manual", "train.keep_mlp": False}
+_FOREIGN |= {"train.fp8": "none"}
 _FOREIGN |= dict.fromkeys(("topology.tensor_parallel", "topology.pipeline_parallel"), 1)
 # If the user sets one of these keys, the resumed run gets a new schedule.
 _SCHEDULE_KEYS = ("optim.schedule", "optim.decay_steps", "optim.schedule_steps", "optim.rewarm")
@@ -316,12 +318,28 @@ def keep_schedule(
     return resumed
 
 
+def _fp8(config: Config) -> Iterator[str]:
+    model, train, degree = config.model, config.train, config.topology.tensor_parallel
+    if train.dtype == "float32" or (train.dtype == "auto" and config.topology.device == "cpu"):
+        yield "{train.fp8}: needs bfloat16; give train.dtype=bfloat16"
+    if model.moe.experts:
+        yield "{train.fp8}: does not support experts; give train.fp8=none"
+    if model.hidden_size % FP8_ALIGNMENT:
+        yield f"{{model.hidden_size}}: must be a multiple of {FP8_ALIGNMENT} for {{train.fp8}}"
+    # `_degrees` refuses a tensor group that cannot cut the MLP.
+    if model.intermediate_size % degree == 0 != model.intermediate_size // degree % FP8_ALIGNMENT:
+        multiple = f"must be a multiple of {FP8_ALIGNMENT * degree} for {{train.fp8}}"
+        yield f"{{model.intermediate_size}}: {multiple}"
+
+
 def _train(config: Config) -> Iterator[str]:
     train, layers = config.train, config.model.num_layers
     if train.kernel == "flash4" and config.topology.device == "cpu":
         yield "{train.kernel}: runs on GPUs only; allowed on a CPU: auto, reference, sdpa"
     if train.kernel == "flash4" and train.dtype == "float32":
         yield "{train.kernel}: needs bfloat16; allowed with float32: auto, reference, sdpa"
+    if train.fp8 != "none":
+        yield from _fp8(config)
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield "{train.reduce_dtype}: {train.shard} sums micro-batches, too, so give float32"
     every = train.checkpoint_every

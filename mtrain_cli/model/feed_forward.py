@@ -27,6 +27,7 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.loss import add_matmul
+from mtrain_cli.model.mlp_products import Fp8Products, MlpProducts
 from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.layer_groups import Message, TensorGroup, staggered
 
@@ -77,6 +78,11 @@ class FeedForwardOptions:
     def elementwise(self) -> tuple[Callable[..., Any], ...]:
         return _elementwise(self.execution.compile, self.execution.any_length)
 
+    def products(self, weights: FeedForwardWeights) -> MlpProducts:
+        if self.execution.fp8:
+            return Fp8Products(weights)
+        return MlpProducts(weights, self.elementwise[1:3])
+
     def gather(self, own_RC: Tensor) -> Message:
         """Start to gather the rows of all workers that share the layer."""
         return Message(own_RC) if self.tensor is None else self.tensor.start_gather(own_RC)
@@ -119,10 +125,11 @@ class _FeedForward(torch.autograd.Function):
         if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
         weights = FeedForwardWeights(o_CA, norm_C, gate_IC, up_IC, down_CI)
+        mlp = options.products(weights)
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         tiles = zip(*_tiles(options, x_BNC, out_BNHD, result_BNC), strict=True)
         options.run(
-            _forward(x_RC, out, result_RC, weights, options, ctx.products)
+            _forward(x_RC, out, result_RC, mlp, options, ctx.products)
             for x_RC, out, result_RC in tiles
         )
         return result_BNC
@@ -132,6 +139,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
         x_BNC, out_BNHD, *saved = ctx.saved_tensors
         weights, options = FeedForwardWeights(*saved), ctx.options
+        mlp = options.products(weights)
         # new_empty gives contiguous tensors, even if the inputs are not. Their tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         sums = _GradientSums(options.rows < x_BNC.shape[0] * x_BNC.shape[1])
@@ -140,7 +148,7 @@ class _FeedForward(torch.autograd.Function):
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         tiles = zip(*_tiles(options, *tensors), strict=True)
         options.run(
-            _backward(x_RC, out, grad_RC, dx_RC, dout, weights, options, products, sums)
+            _backward(x_RC, out, grad_RC, dx_RC, dout, mlp, options, products, sums)
             for x_RC, out, grad_RC, dx_RC, dout in tiles
         )
         gradients = (
@@ -151,24 +159,23 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _forward(
-    x_RC: Tensor, out: Tensor, result_RC: Tensor, weights: FeedForwardWeights,
+    x_RC: Tensor, out: Tensor, result_RC: Tensor, mlp: MlpProducts,
     options: FeedForwardOptions, products: list[Products],
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the forward pass. Yield after each message that has started."""
-    gated = options.elementwise[1]
-    gate = _at_gate(x_RC, out.flatten(0, 1), weights, options)
+    gate = _at_gate(x_RC, out.flatten(0, 1), mlp.weights, options)
     h_RC, n_SC = yield from gate
-    gate_SI, up_SI = n_SC @ weights.gate_IC.t(), n_SC @ weights.up_IC.t()
+    gate_SI, up_SI = mlp.gate_up(mlp.rows(n_SC))
     del n_SC
-    inner_SI = gated(gate_SI, up_SI)
+    inner_SI = mlp.gated(gate_SI, up_SI)
     if options.keep_products:
         products.append((h_RC, gate_SI, up_SI))
     del gate_SI, up_SI
     if options.tensor is None:
-        torch.mm(inner_SI, weights.down_CI.t(), out=result_RC)
+        mlp.down(inner_SI, out=result_RC)
         del inner_SI
     else:
-        message = options.scatter(inner_SI @ weights.down_CI.t())
+        message = options.scatter(mlp.down(inner_SI))
         del inner_SI
         yield
         result_RC.copy_(message.wait())
@@ -194,12 +201,11 @@ def _at_gate(
 
 def _backward(
     x_RC: Tensor, out: Tensor, grad_RC: Tensor, dx_RC: Tensor, dout: Tensor,
-    weights: FeedForwardWeights, options: FeedForwardOptions, products: list[Products],
-    sums: _GradientSums,
+    mlp: MlpProducts, options: FeedForwardOptions, products: list[Products], sums: _GradientSums,
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the backward pass. Yield after each message that has started."""
-    o_CA, norm_C, gate_IC, up_IC, down_CI = weights
-    _, _, gate_backward, norm_backward, normed = options.elementwise
+    o_CA, norm_C = mlp.weights[:2]
+    *_, norm_backward, normed = options.elementwise
     out_SA = out.flatten(0, 1)
     kept = products.pop(0) if products else None
     if kept is not None:
@@ -211,26 +217,22 @@ def _backward(
         n_SC = message.wait()
         del message
     else:
-        h_RC, n_SC = yield from _at_gate(x_RC, out_SA, weights, options)
+        h_RC, n_SC = yield from _at_gate(x_RC, out_SA, mlp.weights, options)
         of_grad = options.gather(grad_RC)
-        gate_SI, up_SI = n_SC @ gate_IC.t(), n_SC @ up_IC.t()
+        gate_SI, up_SI = mlp.gate_up(mlp.rows(n_SC))
     grad_SC = of_grad.wait()
     del of_grad
-    gate_inputs = gate_SI, up_SI, grad_SC @ down_CI
+    gate_inputs = gate_SI, up_SI, mlp.down_back(mlp.rows(grad_SC))
     del gate_SI, up_SI
-    inner_SI, dgate_SI, dup_SI = gate_backward(*gate_inputs)
+    inner_SI, dgate_SI, dup_SI, gradients = mlp.gate_backward(*gate_inputs)
     del gate_inputs
     sums.add("down", grad_SC.t(), inner_SI)
     del inner_SI, grad_SC
     sums.add("gate", dgate_SI.t(), n_SC)
     sums.add("up", dup_SI.t(), n_SC)
-    del n_SC
-    dn_SC = dgate_SI @ gate_IC
-    del dgate_SI
-    dn_SC += dup_SI @ up_IC
-    del dup_SI
-    message = options.scatter(dn_SC)
-    del dn_SC
+    del n_SC, dgate_SI, dup_SI
+    message = options.scatter(mlp.gate_up_back(gradients))
+    del gradients
     yield
     dh_RC, dnorm_C = norm_backward(h_RC, norm_C, message.wait(), grad_RC, options.eps)
     del h_RC, message

@@ -104,7 +104,7 @@ class ExecutedLayer(DecoderLayer):
             out_BNHD = tensor.padded(out_BNHD.flatten(0, 1).flatten(1)).view(
                 1, -1, *out_BNHD.shape[2:]
             )
-        elif not execution.recompute and rows == tokens:
+        elif not (execution.recompute or execution.fp8) and rows == tokens:
             after = staged(finish, execution.compile, execution.any_length)
             return after(self, x_BNC, out_BNHD)
         eps = self.post_attention_layernorm.eps
@@ -270,6 +270,7 @@ def set_execution(
         compile=compile,
         tile_bytes=train.tile_mib << 20,
         recompute=train.activation_checkpoint != "none",
+        fp8=train.fp8 == "mlp",
         offload=offload,
         tensor=tensor,
         tensor_chunks=config.topology.tensor_chunks,

@@ -25,7 +25,7 @@ from mtrain_cli.simulation.expert_cost import (
     layer_experts,
 )
 from mtrain_cli.step.program import Message, Repeat, layers, work
-from mtrain_cli.training.flops import layer_kinds, layer_shapes, own_tiles
+from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.pipeline_plan import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -229,7 +229,7 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
     own, own_rows = own_tiles(config, plan.layout, e)
     tiles, again = -(-own // own_rows), train.activation_checkpoint != "none"
     kinds = layers(
-        model, checkpointed=again, tiled=tiles > 1 or plan.dims.tp > 1, keep_mlp=train.keep_mlp
+        model, checkpointed=again, tiled=by_hand(config, tiles > 1), keep_mlp=train.keep_mlp
     )
     alike = [(n, layer) for n, layer in kinds if layer.experts == (experts is not None)]
     shapes = layer_shapes(model, experts=experts is not None)

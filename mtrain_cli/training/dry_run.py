@@ -531,6 +531,8 @@ def describe_dtype(plan: RunPlan) -> str:
         text += "; gradients move there as they are reduced" * plan.config.optim.offload_gradients
     elif plan.dtype != "float32":
         text += " compute; float32 parameters, gradients and AdamW states"
+    if train.fp8 != "none":
+        text += "; MLP products in fp8, except gradients of weights"
     if train.reduce_dtype != "float32":
         text += f"; gradients reduced in {train.reduce_dtype}"
     return text

@@ -301,10 +301,15 @@ def training_flops(
         pairs_again=recomputed_pair_share(
             train, layout, sharing, MaskRule.of(config).by_layers(model.num_layers)
         ),
-        tiled=rows < tokens or config.topology.tensor_parallel > 1,
+        tiled=by_hand(config, rows < tokens),
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,
     )
+
+
+def by_hand(config: Config, tiled: bool) -> bool:
+    """Return whether the MLP has its own backward pass, which recomputes, without a checkpoint."""
+    return tiled or config.topology.tensor_parallel > 1 or config.train.fp8 != "none"
 
 
 def own_tiles(config: Config, layout: Layout, dtype_bytes: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.expert_traffic import chunks_of_tokens, rows_per_token
-from mtrain_cli.training.flops import attention_kept, own_tiles
+from mtrain_cli.training.flops import attention_kept, by_hand, own_tiles
 
 # Hidden states of a tile in messages of its neighbors: the gathered input of the MLP, and the two
 # sums in front of it and behind it.
@@ -81,7 +81,8 @@ class LayerMemory:
         self.experts = ExpertMemory.of(config, self.own_tokens, e) if experts else None
         self.decision = self.experts.decision if self.experts else 0
         # Whether `feed_forward` has its own backward pass; else autograd keeps the products.
-        self.by_hand = self.recomputes or self.tiled or self.degree > 1
+        self.by_hand = self.recomputes or by_hand(config, self.tiled)
+        self.fp8 = train.fp8 != "none"
         keeping = layers_with_products(train.keep_mlp, model.num_layers) if self.by_hand else 0
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
@@ -151,7 +152,8 @@ class LayerMemory:
         attention's output; in a tile x + attention, its norm, gate, up, silu(gate),
         silu(gate) * up, and the gradients of product and gate. With tensor parallelism, a tile
         gathers the gradient of the MLP's output, messages of neighboring tiles are in flight, and
-        x + attention has only own rows.
+        x + attention has only own rows. With fp8, the gradients overwrite gate, up and the gradient
+        of the product, and have a copy in fp8, as the weights have, some of them transposed.
         """
         if not self.by_hand:  # autograd: the gradients of product, silu and up
             return self.products
@@ -160,20 +162,25 @@ class LayerMemory:
         # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and in float32 both
         # and their product.
         norm = (12 if self.e < 4 else 4) * model.hidden_size // self.degree
-        wide_tensors, narrow_tensors = (4, 1.0) if products else (6, 1 + 1 / self.degree)
+        wide_tensors = 4 - 2 * self.fp8 + 2 * (not products)
+        narrow_tensors = 1.0 if products else 1 + 1 / self.degree
         if self.degree > 1:
             narrow_tensors += 1 + _IN_FLIGHT * self.tiled
         narrow = round(narrow_tensors * hidden)
         gate = self.rows * (max(wide_tensors * product, norm) + narrow)
         gradients = 2 * self.hidden + self.out
+        # Bytes of fp8 weights: down at the gate, and gate and up if recomputed; both in other tiles
+        # and after it.
+        matrix = model.hidden_size * model.intermediate_size * self.fp8
+        first, rounded = (1 if products else 3) * matrix, (3 if products else 5) * matrix
         if self.tiled:  # float32 gradients of the weights in addition
             width = model.num_heads * model.head_dim
             in_float32 = 4 * model.hidden_size * (3 * model.intermediate_size + width)
-            return gradients + gate + max(0, in_float32 - self.weights)
+            return gradients + gate + rounded + max(0, in_float32 - self.weights)
         # In one tile, the weights have no gradient at the gate yet. After it, two tensors of the
         # MLP's width remain.
-        after = self.rows * max(2 * product + 3 * hidden, norm)
-        return gradients + max(gate - self.weights, after)
+        after = self.rows * max((2 + self.fp8) * product + 3 * hidden, norm)
+        return gradients + max(gate + first - self.weights, after + rounded)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+_FP8_CAPABILITY = 8, 9  # of the first GPUs with fp8 products
+
+
 def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
@@ -90,6 +93,8 @@ def resolve_run(
     model, dims = config.of_worker.model, environment.dims
     chosen = choose_layout(config.of_worker, dims.cp, environment.context_per_node)
     dtype = compute_dtype(config, environment.device)
+    if config.train.fp8 != "none":
+        _require_fp8(dtype, hardware.capability)
     pattern = make_pattern(config.sparsity, config.seed)
     if isinstance(pattern, FixedPattern):
         pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
@@ -122,6 +127,15 @@ def resolve_run(
         pattern=pattern,
         dense_kernel=dense_kernel,
     )
+
+
+def _require_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+    if dtype != torch.bfloat16:
+        given = f"train.fp8=mlp: needs bfloat16, not {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(f"{given}; give train.dtype=bfloat16")
+    if capability is not None and capability < _FP8_CAPABILITY:
+        needs, has = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
+        raise ConfigError(f"train.fp8=mlp: needs compute capability {needs}; this GPU has {has}")
 
 
 def choose_kernels(
