@@ -52,8 +52,8 @@ SIZES = {
 }
 ON_GPU = (
     "seq=8k", "train.global_batch=4", "train.micro_batch=4", "train.steps=500",
-    "train.eval_every=25", "data.eval_sequences=16", "optim.warmup_steps=50", "train.dtype=bfloat16",
-    "topology.workers=1",
+    "train.eval_every=25", "data.eval_sequences=16", "optim.warmup_steps=50",
+    "train.dtype=bfloat16", "topology.workers=1",
 )  # fmt: skip
 TOY = (
     "seq=512", "train.steps=6", "train.eval_every=2", "data.eval_sequences=2",

@@ -118,16 +118,16 @@ def _cast_tile(
 
 def cast_rows(input_SK: Tensor) -> Fp8:
     """Round rows to e4m3."""
-    result = _empty(*input_SK.shape, input_SK)
     rows, width = input_SK.shape
+    result = _empty(rows, width, input_SK)
     _cast[(rows,)](input_SK.contiguous(), *result, width, **_size(width))
     return result
 
 
 def gated_rows(gate_SI: Tensor, up_SI: Tensor) -> Fp8:
     """Round silu(gate) * up to e4m3."""
-    result = _empty(*gate_SI.shape, gate_SI)
     rows, width = gate_SI.shape
+    result = _empty(rows, width, gate_SI)
     _gate[(rows,)](gate_SI, up_SI, *result, _stride(gate_SI, up_SI), width, **_size(width))
     return result
 

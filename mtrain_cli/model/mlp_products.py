@@ -39,7 +39,7 @@ class MlpProducts:
         self, weights: FeedForwardWeights, elementwise: tuple[Callable[..., Any], ...]
     ) -> None:
         self.weights = weights
-        self.gated, self._gate_backward = elementwise
+        self._gated, self._gate_backward = elementwise
 
     def rows(self, input_SK: Tensor) -> Any:
         """Return activations as the input of a product."""
@@ -47,6 +47,10 @@ class MlpProducts:
 
     def gate_up(self, n_SC: Any) -> tuple[Tensor, Tensor]:
         return n_SC @ self.weights.gate_IC.t(), n_SC @ self.weights.up_IC.t()
+
+    def gated(self, gate_SI: Tensor, up_SI: Tensor) -> Any:
+        """Return silu(gate) * up as the input of `down`."""
+        return self._gated(gate_SI, up_SI)
 
     def down(self, inner_SI: Any, out: Tensor | None = None) -> Tensor:
         return torch.mm(inner_SI, self.weights.down_CI.t(), out=out)
@@ -74,7 +78,6 @@ class Fp8Products(MlpProducts):
     def __init__(self, weights: FeedForwardWeights) -> None:
         on_gpu = weights.down_CI.is_cuda
         self.weights, self._kernels = weights, _kernels() if on_gpu else fp8_rows
-        self.rows, self.gated = self._kernels.cast_rows, self._kernels.gated_rows
 
     @cached_property
     def _scales(self) -> tuple[Tensor, Tensor]:
@@ -102,6 +105,12 @@ class Fp8Products(MlpProducts):
     @cached_property
     def _down_IC(self) -> Fp8Matrix:
         return self._weight(self.weights.down_CI, transposed=True)
+
+    def rows(self, input_SK: Tensor) -> Fp8:
+        return self._kernels.cast_rows(input_SK)
+
+    def gated(self, gate_SI: Tensor, up_SI: Tensor) -> Fp8:
+        return self._kernels.gated_rows(gate_SI, up_SI)
 
     def gate_up(self, n_SC: Fp8) -> tuple[Tensor, Tensor]:
         gate_SI, up_SI = self._product(n_SC, self._gate_up_WC).chunk(2, 1)
