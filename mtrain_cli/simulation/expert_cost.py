@@ -204,12 +204,14 @@ class ComputeCost:
     moved: bytes that element-wise kernels read and write.
     launches: number of kernels.
     products: of routers and experts.
+    spared: those of ``flop`` that take no time, because fp8 is faster.
     """
 
     flop: float = 0.0
     moved: float = 0.0
     launches: float = 0.0
     products: tuple[GroupedProduct, ...] = ()
+    spared: float = 0.0
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
         return ComputeCost(
@@ -217,6 +219,7 @@ class ComputeCost:
             self.moved + other.moved,
             self.launches + other.launches,
             self.products + other.products,
+            self.spared + other.spared,
         )
 
     def scaled(self, share: float) -> ComputeCost:
@@ -225,7 +228,12 @@ class ComputeCost:
             self.moved * share,
             self.launches * share,
             tuple(replace(each, times=each.times * share) for each in self.products),
+            self.spared * share,
         )
+
+    @property
+    def timed_flop(self) -> float:
+        return self.flop - self.spared
 
     @property
     def every_flop(self) -> float:

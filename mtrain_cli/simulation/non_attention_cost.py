@@ -24,7 +24,7 @@ from mtrain_cli.simulation.expert_cost import (
     dealt_over,
     layer_experts,
 )
-from mtrain_cli.step.program import Message, Repeat, layers, work
+from mtrain_cli.step.program import DOWN, GATE, UP, Message, Repeat, layers, work
 from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.pipeline_plan import ModelPart
@@ -33,6 +33,8 @@ from mtrain_cli.training.state_memory import StateMemory
 
 _EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
 EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
+_FP8_SOURCE = "the MLP's products of 32,768 rows of Qwen2.5-3B on one H200 (profiles/fp8_speed.py)"
+FP8 = Constant(1.88, "measured", _FP8_SOURCE, 1.7, 1.95)  # times as fast as bfloat16
 _LAUNCHES_SOURCE = (
     "number of kernels that a compiled layer and FSDP2 launch in forward; twice as many in backward"
 )
@@ -235,10 +237,10 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
     shapes = layer_shapes(model, experts=experts is not None)
     rows = {name: own if name.startswith("shared ") else tokens for name in shapes}
     # `LayerExperts.work` has the products of router and experts.
-    flop = work(
-        [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in alike],
-        {n: 2.0 * prod(s) * rows[n] for n, s in shapes.items() if len(s) == 2 and n != "router"},
-    )
+    program = [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in alike]
+    of_rows = {n: 2.0 * prod(s) * rows[n] for n, s in shapes.items() if len(s) == 2}
+    flop = work(program, {n: of for n, of in of_rows.items() if n != "router"})
+    spared = dict.fromkeys(flop, 0.0)
     stream, wide = own * model.hidden_size, tokens * model.intermediate_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     eager = e * (1.0 if train.compile != False else EAGER.value)  # noqa: E712 - auto compiles
@@ -250,10 +252,18 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
         of_forward, of_backward = ((tiles - 1) * number for number in _TILE_LAUNCHES)
+        forward, backward = 3.0 * wide, 5.0 * wide
+        if train.fp8 != "none":
+            # In backward, half of the products are in fp8.
+            mlp = work(program, {op.part: of_rows[op.part] for op in (GATE, UP, DOWN)})
+            for direction, share in ((FORWARD, 1.0), (RECOMPUTE, 1.0), (BACKWARD, 0.5)):
+                spared[direction] = share * (1 - 1 / FP8.value) * mlp[direction]
+            # The input of down is written in fp8; the gradients of gate and up are in addition.
+            forward, backward = 2.5 * wide, 6.0 * wide
         inside = [
-            ComputeCost(moved=eager * 3 * wide, launches=of_forward),
+            ComputeCost(moved=eager * forward, launches=of_forward),
             ComputeCost(moved=eager * 3 * wide * without),
-            ComputeCost(moved=eager * 5 * wide + sums, launches=of_backward),
+            ComputeCost(moved=eager * backward + sums, launches=of_backward),
         ]
     else:
         inside = list(experts.work())
@@ -262,8 +272,9 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         (RECOMPUTE, 6 * stream + rotated if again else 4 * stream, again, inside[1]),
         (BACKWARD, 15 * stream + rotated, 2, inside[2]),
     ):
-        of_layer = flop[direction] / sum(n for n, _ in alike)
-        around = ComputeCost(of_layer, eager * narrow, launches * LAUNCHES.value)
+        number = sum(n for n, _ in alike)
+        of_layer, less = flop[direction] / number, spared.get(direction, 0.0) / number
+        around = ComputeCost(of_layer, eager * narrow, launches * LAUNCHES.value, spared=less)
         yield around + of_mlp if of_layer else ComputeCost()
 
 
@@ -297,7 +308,7 @@ def longer_than_expected(
     ):
         # Layers with experts were not measured.
         if part in measured.parts and cost != ComputeCost() and not cost.products:
-            us = expected_us(cost.flop, cost.moved, gpu)
+            us = expected_us(cost.timed_flop, cost.moved, gpu)
             us = us * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(
                 part, us, lambda point: expected_us(point.flop, point.moved, gpu)
@@ -310,10 +321,10 @@ def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> Expe
     """Return the predicted time of the work. longer: see `longer_than_expected`."""
     gpu = costs.cluster.gpu
     if longer is None:
-        matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
+        matrices = work.timed_flop / (costs.rate(gpu.gemm_tflops) * 1e6)
         elements = costs.copied(work.moved)
     else:
-        matrices = longer * expected_us(work.flop, 0.0, gpu)
+        matrices = longer * expected_us(work.timed_flop, 0.0, gpu)
         elements = longer * expected_us(0.0, work.moved, gpu)
     for each in work.products:
         rate = costs.rate(gpu.gemm_tflops) * costs.rate(each.share) * 1e6

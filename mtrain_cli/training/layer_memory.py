@@ -178,8 +178,9 @@ class LayerMemory:
             in_float32 = 4 * model.hidden_size * (3 * model.intermediate_size + width)
             return gradients + gate + rounded + max(0, in_float32 - self.weights)
         # In one tile, the weights have no gradient at the gate yet. After it, two tensors of the
-        # MLP's width remain.
-        after = self.rows * max((2 + self.fp8) * product + 3 * hidden, norm)
+        # MLP's width remain, with fp8 one more, and without those two if they overwrote kept ones.
+        remaining = 2 + self.fp8 - 2 * (self.fp8 and products)
+        after = self.rows * max(remaining * product + 3 * hidden, norm)
         return gradients + max(gate + first - self.weights, after + rounded)
 
 

@@ -249,6 +249,18 @@ def test_steps_accumulate_and_slow_ranks_delay_everybody():
     assert slow.seconds.value > 1.3 * one.seconds.value
 
 
+@pytest.mark.parametrize(("workers", "ratio"), [(1, 1.20), (2, 1.16)])
+def test_fp8_is_as_much_faster_as_measured_and_computes_as_much(workers, ratio):
+    """Sparse steps of 128K on H200s (docs/benchmarks.md)."""
+    words = ("model=qwen3b", "seq=128k", f"topology.workers={workers}", "train.keep_mlp=8")
+    bf16, fp8 = (
+        step(*words, f"train.fp8={kind}", workers=workers, pairs=SPARSE).step
+        for kind in ("none", "mlp")
+    )
+    assert bf16.seconds.value / fp8.seconds.value == pytest.approx(ratio, rel=0.03)
+    assert fp8.flop == bf16.flop
+
+
 # Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is
 # in a constant or a calibration.
 MEASURED = [

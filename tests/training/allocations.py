@@ -22,7 +22,10 @@ from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.feed_forward import FeedForwardWeights
+from mtrain_cli.model.fp8_rows import Fp8, Fp8Matrix
 from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.mlp_products import Fp8Products
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -158,6 +161,38 @@ FUNCTIONAL = SimpleNamespace(
 )
 
 
+def fp8_rows(values: torch.Tensor, width: int = 0) -> Fp8:
+    """Allocate what the kernels of a GPU return for rows of ``width``, by default the values'."""
+    rows = len(values)
+    like = values.new_zeros(rows, width or values.shape[1], dtype=torch.float8_e4m3fn)
+    return Fp8(like, values.new_zeros(rows, 1, dtype=torch.float32))
+
+
+def fp8_matrix(matrices: list[torch.Tensor], scale: torch.Tensor, transposed: bool) -> Fp8Matrix:
+    sizes = sum(map(len, matrices)), matrices[0].shape[1]
+    values = torch.zeros(sizes[::-1] if transposed else sizes, dtype=torch.float8_e4m3fn)
+    return Fp8Matrix(values, scale.new_zeros(1, len(values)))
+
+
+class Fp8OfGpu(Fp8Products):
+    """Allocates what the fp8 products of a GPU do, whose kernels overwrite gate and up."""
+
+    def __init__(self, weights: FeedForwardWeights) -> None:
+        super().__init__(weights)
+        self._kernels = SimpleNamespace(
+            cast_rows=fp8_rows,
+            gated_rows=lambda gate, _: fp8_rows(gate),
+            gate_backward_rows=lambda gate, up, dinner: (
+                dinner, gate, up, fp8_rows(gate, 2 * gate.shape[1])
+            ),
+            cast_matrix=fp8_matrix,
+        )  # fmt: skip
+
+    def _product(self, left, right, *, out=None, **_):
+        like = self.weights.down_CI
+        return out if out is not None else like.new_zeros(len(left[0]), len(right[0]))
+
+
 def step_peak(
     rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype
 ) -> tuple[int, int]:
@@ -262,6 +297,7 @@ def step_peak(
         for module in (decoder_module, feed_forward_module):
             patch.setattr(module, "functional", FUNCTIONAL)
         patch.setattr(torch.nn.functional, "rms_norm", FUNCTIONAL.rms_norm)
+        patch.setattr(feed_forward_module, "Fp8Products", Fp8OfGpu)
         gradients()
         step()
         # Host buffers of offloaded activations, which persist from step to step.

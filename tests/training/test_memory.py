@@ -59,6 +59,13 @@ ONE_WORKER = [
     case("full", BASE, "train.keep_mlp=1"),
     case("selective", BASE, "train.loss_gradients=recompute"),
 ]
+FP8 = [*BASE, "train.fp8=mlp", "train.dtype=bfloat16"]
+IN_FP8 = [
+    case("full", FP8, dtype=BF16),
+    case("full", FP8, "train.tile_mib=1", dtype=BF16),
+    case("none", FP8, "train.keep_mlp=2", dtype=BF16),
+    case("selective", FP8, "train.tile_mib=1", "train.keep_mlp=true", dtype=BF16),
+]
 TWO_WORKERS = [
     case("selective", dtype=BF16),
     case("none", BASE, "model.qk_norm=true"),
@@ -160,6 +167,7 @@ def ratios(world, cases):
     [
         pytest.param(2, [*TWO_WORKERS[::4], *MIXED_LAYERS[::3]], 0.03, id="two workers"),
         pytest.param(2, SHARED_LAYERS[:3], 0.05, id="tensor parallel"),
+        pytest.param(1, IN_FP8, 0.05, id="fp8"),
         pytest.param(2, STAGES[:3], 0.05, id="stages"),
         pytest.param(2, EXPERTS, 0.05, id="experts"),
         pytest.param(1, ONE_WORKER, 0.03, marks=pytest.mark.slow, id="all of one worker"),
@@ -170,7 +178,7 @@ def ratios(world, cases):
         pytest.param(2, EXPERTS_OF_TWO, 0.05, marks=pytest.mark.slow, id="all dealt experts"),
         pytest.param(1, EXPERTS_ALONE, 0.05, marks=pytest.mark.slow, id="all experts alone"),
     ],
-    keep=(1, 3),
+    keep=(1, 2, 4),
 )
 def test_the_estimate_equals_the_live_bytes_of_a_step(world, cases, error):
     result = ratios(world, cases)
