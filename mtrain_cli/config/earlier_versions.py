@@ -47,6 +47,7 @@ LATER: dict[str, Any] = {
     "train.memory": "manual",
     "train.shard": "full",
     "train.reduce_dtype": "float32",
+    "topology.gradient_dtype": "float32",
     "train.checkpoint_keep": 0.5,
     "train.loss_gradients": "forward",
     **DENSE_KEYS,

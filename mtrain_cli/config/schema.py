@@ -258,6 +258,7 @@ class TopologyConfig:
     circulates: ring: what circulates in the backward pass; auto = whichever needs fewer bytes
     columns: ring: once = gather the keys of the index's columns once; in_steps = compute columns in
         the ring steps; auto = chosen by cost
+    gradient_dtype: dtype in which gradients of keys and queries travel; sums stay in float32
     block_size: tokens per block, the unit of the striped layout
     balanced_chunk: tokens per chunk, the unit of the balanced layout; auto = by a worker's tokens
     timeout_s: time that a collective may take before the run fails
@@ -288,6 +289,7 @@ class TopologyConfig:
     prefetch: int = option(_WORKERS)
     circulates: str = option(("auto", "kv", "queries"))
     columns: str = option(("auto", "once", "in_steps"))
+    gradient_dtype: str = option(("float32", "bfloat16"))
     block_size: int = option(
         Range(
             f"must be a power of two, at least {MIN_BLOCK}",

@@ -153,7 +153,7 @@ class CastRows:
         parts = zip(cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True)
         # A peer returns a row once, so no sum depends on the order in which a GPU adds.
         for where, part in parts:
-            rows.index_add_(0, where, part)
+            rows.index_add_(0, where, part.to(rows.dtype))
 
     @staticmethod
     def make(

@@ -100,6 +100,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.buffers = self.exchange.buffers
         self.high = accumulation_dtype(next(iter(self.tensors.values())).dtype)
+        self.message_dtype = torch.bfloat16 if self.exchange.schedule.rounds else self.high
 
     def run(self, operations: Iterable[Operation]) -> None:
         tensors, pooled = self.tensors, self.program.pooled
@@ -353,7 +354,7 @@ def make_exchange(
 
 
 def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
-    names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
+    names = "chunks", "prefetch", "circulates", "stages", "shared_columns", "rounds"
     options = {name: getattr(choice, name) for name in names}
     return make_exchange(choice.name, layout, group, **options)
 

@@ -34,6 +34,7 @@ _CHUNK_BYTES = 64 << 20
 _ACCUMULATION_BYTES = 4
 # How a label gives the numbers of an exchange that exceed 1.
 _DETAILS = {"chunks": "parts of the heads", "stages": "stages", "prefetch": "hops ahead"}
+_ROUNDS = "gradients in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class ExchangeChoice:
     shared_columns: bool = True
     channels: tuple[str, ...] = (CONTEXT,)
     stages: int = 1
+    rounds: bool = False
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -74,7 +76,7 @@ class ExchangeChoice:
 
     def options(self, workers: int) -> ScheduleOptions:
         sizes = workers, self.per_node, self.chunks, self.prefetch
-        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages)
+        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages, self.rounds)
 
     @property
     def label(self) -> str:
@@ -83,6 +85,7 @@ class ExchangeChoice:
         more = [f"{n} {words}" for key, words in _DETAILS.items() if (n := getattr(self, key)) > 1]
         if self.queries_travel:
             more.append("queries circulate in backward")
+        more += [_ROUNDS] if self.rounds else []
         return ", then ".join(shares + moves) + (f" ({', '.join(more)})" if more else "")
 
 
@@ -92,6 +95,7 @@ class ExchangeNeeds:
 
     tokens: padded length of a sequence, times the number of sequences in a micro-batch.
     columns: upper bound on the number of single columns per head; None if there is no bound.
+    rounds: whether messages of gradients are rounded to bfloat16.
     """
 
     workers: int
@@ -104,6 +108,7 @@ class ExchangeNeeds:
     device_memory: int | None = None
     index: IndexRequest | None = None
     columns: int | None = 0
+    rounds: bool = False
 
     @property
     def nodes(self) -> int:
@@ -148,6 +153,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
     heads = int(match["heads"] or 1)
     options = ScheduleOptions(workers, per_node, circulates=circulates, heads=heads, **numbers)
+    options = replace(options, rounds=_ROUNDS in details)
     return match["name"] or HEAD_SHARING[ULYSSES], options
 
 
@@ -161,13 +167,14 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
 
     With more than one part of the heads (``chunks``), the KV of two parts is in memory at a time.
     """
-    size = _gathered(needs.workers, heads, chunks).of(needs.sizes(tokens=1), heads)
+    made = _gathered(needs.workers, heads, chunks, needs.rounds)
+    size = made.of(needs.sizes(tokens=1), heads)
     return int(size * needs.tokens // needs.workers)
 
 
 @cache
-def _gathered(workers: int, heads: int, chunks: int) -> Size:
-    options = ScheduleOptions(workers, workers, chunks, heads=heads)
+def _gathered(workers: int, heads: int, chunks: int, rounds: bool) -> Size:
+    options = ScheduleOptions(workers, workers, chunks, heads=heads, rounds=rounds)
     schedule = make_schedule(exchange_name(gathers=True, hierarchical=False), options)
     program = lower(schedule, 0, backward=True)
     buffers = [Kind.KEYS.at(0), Kind.DKEYS.at(0), Kind.SHARDS.at(0)]
@@ -177,19 +184,20 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     """Return how many bytes a worker of a ring sends per hop in a layer's backward pass."""
-    return int(_backward_of_two(circulates).sent(needs.sizes(needs.shard)))
+    return int(_backward_of_two(circulates, needs.rounds).sent(needs.sizes(needs.shard)))
 
 
 @cache
-def _backward_of_two(circulates: str) -> Program:
+def _backward_of_two(circulates: str, rounds: bool) -> Program:
     """Return the backward program of a two-worker ring, in which every shard hops once."""
     ring = exchange_name(gathers=False, hierarchical=False)
-    schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates))
+    schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates, rounds=rounds))
     return lower(schedule, 0, backward=True)
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
     """Choose the exchange of a run."""
+    needs = replace(needs, rounds=topology.gradient_dtype == "bfloat16")
     heads = _head_ranks(topology, needs)
     nodes = Nodes.of_groups(needs.workers, needs.per_node, heads)
     if topology.exchange in HEAD_SHARING:
@@ -215,6 +223,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
         stages=_stages(topology, name, nodes),
+        rounds=needs.rounds and nodes.workers > 1,
     )
     _, options = shorter_rings(name, choice.options(needs.workers))[0]
     return replace(choice, channels=make_schedule(name, options).channels)

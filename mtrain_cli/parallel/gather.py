@@ -215,9 +215,15 @@ def _post_returns(b: ProgramBuilder, step: ScheduleStep, rows: Buffer) -> None:
     sources: tuple[Buffer, ...] = (rows,)
     for t in step.send:
         cast = 0 if b.forwards(t) or len(b.casts) == 1 else step.stage or 1
-        payload = high(RECEIVED[cast]) / b.piece(step.part)[1]
-        b.post(t, sources, (Kind.RETURNED.at(t.number),), payload, cast=cast)
+        payload = b.sent(RECEIVED[cast]) / b.piece(step.part)[1]
+        writes = Kind.RETURNED.at(t.number), *_leaving(t, b.rounds)
+        b.post(t, sources, writes, payload, cast=cast)
         sources = rows, Kind.RETURNED.at(t.number)
+
+
+def _leaving(t: Transfer, copies: bool) -> tuple[Buffer, ...]:
+    """Return the buffer from which a transfer leaves, if it leaves from a copy."""
+    return (Kind.LEAVING.at(t.number),) if copies else ()
 
 
 def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ...] = ()) -> Buffer:
@@ -230,7 +236,7 @@ def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ..
         # The last transfer of a step returns to the owners; others return to a relay.
         for t in step.send[-1:]:
             post = b.posted[t.number]
-            moves = 3 * high(SENT[post.cast]) / parts
+            moves = (2 * high(SENT[post.cast]) + b.sent(SENT[post.cast])) / parts
             b.emit(ops.ReduceRows, post.writes, (rows,), moves, cast=post.cast)
     moves = (2 * high(KEYS) + (KEYS_ADDED if made else NOTHING)) / parts
     b.emit(ops.OwnRows, (rows, *made), (own,), moves)
@@ -267,7 +273,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
     cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
     copied = (2 * low(QUERIES) + high(STATS)) / parts
     copies = b.traits.copies_parts and parts > 1
-    own, dq, sums = b.kv, [], []
+    own, dq, sums = b.kv, list[Buffer](), list[Buffer]()
     for at, step in enumerate(steps):
         b.begin(at, step)
         keys, piece = _keys(b, at, step), b.piece(step.part)
@@ -284,6 +290,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         # The previous part is sent from a buffer of the same size as the next one. Free it first.
         b.wait(step.collect)
         if not b.schedule.traits.by_mask:
+            sums[-1:] = [_added(b, arrived) for arrived in sums[-1:]]
             sums.append(_scatter_gradients(b, at, step, made[1], cut))
             continue
         if at:
@@ -293,7 +300,9 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.emit(ops.SplitRows, made[1:], (rows,), split, scratch=scratch)
         _post_returns(b, step, rows)
     b.wait()
-    if b.schedule.traits.by_mask and steps[-1].send:
+    if not b.schedule.traits.by_mask:
+        sums[-1:] = [_added(b, arrived) for arrived in sums[-1:]]
+    elif steps[-1].send:
         sums.append(_own_rows(b, parts - 1, steps[-1:]))
     if sums:
         b.emit(ops.Own, (own, *sums), (buffers.DK, buffers.DV))
@@ -340,17 +349,19 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
     last = b.posted[step.wait[-1]].transfer
     moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
     among = len(last.peers) if b.forwards(last) else 0
-    b.emit(ops.Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
+    # Zigzag reverses half of the pieces of keys and of values, one after the other.
+    scratch = moves / 8 if b.traits.zigzag else NOTHING
+    fields = {"among": among, "scratch": scratch}
+    b.emit(ops.Order, (Kind.GATHERED.at(last.number),), (keys,), moves, **fields)
     return keys
 
 
 def _post_gathers(b: ProgramBuilder, step: ScheduleStep) -> None:
     for t in step.post:
-        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), []
+        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), _leaving(t, False)
         if not b.forwards(t):
             source, piece = b.kv, b.piece(t.part)
-            # A part of the heads leaves from a copy.
-            leaving = [Kind.LEAVING.at(t.number)] if piece[1] > 1 else []
+            leaving = _leaving(t, piece[1] > 1)  # a part of the heads leaves from a copy
         payload = b.payload(t)
         b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
 
@@ -364,11 +375,26 @@ def _scatter_gradients(
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
     b.emit(ops.Shards, (made,), (name,), moves, among=among, scratch=scratch)
     for t in step.send:
-        b.post(t, (name,), (Kind.SUM.at(t.number),), b.payload(t))
+        sums = b.rounds and b.forwards(t)
+        writes, payload = (Kind.SUM.at(t.number), *_leaving(t, sums)), b.payload(t)
+        # The float32 sums, twice as large, are gone before their rounded copy leaves.
+        scratch = payload * len(t.peers) if sums else NOTHING
+        b.post(t, (name,), writes, payload, scratch=scratch)
         name = Kind.SUM.at(t.number)
     # The kernel's dk and dv stay until the reduce-scatter has started.
     b.hold(made)
     return name
+
+
+def _added(b: ProgramBuilder, arrived: Buffer) -> Buffer:
+    """Add up the shards that a rounded reduce-scatter delivered. Other sums are complete."""
+    if not b.rounds:
+        return arrived
+    assert arrived.generation is not None
+    t, whole = b.posted[arrived.generation].transfer, Kind.OWN_ROWS.at(arrived.generation)
+    moves = (2 * high(KEYS) + b.sent(KEYS)) * len(t.peers) / b.piece(t.part)[1]
+    b.emit(ops.AddShards, (arrived,), (whole,), moves)
+    return whole
 
 
 def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
@@ -377,7 +403,7 @@ def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
     # share heads copy a gradient into rank order. A zigzag layout copies the half of the pieces
     # that it reverses. Other layouts write shards directly.
     if among:
-        return high(KEYS)
+        return b.sent(KEYS)
     if b.sharing > 1:
         return as_made(KEYS) / 2
     return 3 * as_made(KEYS) / 4 if b.traits.zigzag else NOTHING

@@ -41,6 +41,7 @@ from mtrain_cli.parallel.program import (
     as_made,
     high,
     low,
+    rounded,
 )
 from mtrain_cli.parallel.ring import keys_backward, queries_backward, ring_forward
 from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
@@ -80,9 +81,10 @@ QUERY_MESSAGE = 2 * low(QUERIES) + 2 * high(STATS)  # q, dout, lse and delta
 
 
 @cache
-def _payload(payload: str, parts: int) -> Size:
+def _payload(payload: str, parts: int, rounds: bool) -> Size:
     """Return the size of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
-    sizes = {KV: low(KEYS), DKV: high(KEYS), DQ: high(QUERIES), QUERY_PAYLOAD: QUERY_MESSAGE}
+    sent = rounded if rounds else high
+    sizes = {KV: low(KEYS), DKV: sent(KEYS), DQ: sent(QUERIES), QUERY_PAYLOAD: QUERY_MESSAGE}
     return sizes[payload] / parts
 
 
@@ -93,6 +95,7 @@ class ProgramBuilder:
         self.schedule, self.traits = schedule, traits
         self.rank, self.sharing = rank, schedule.heads
         self.own = rank // self.sharing
+        self.rounds = schedule.rounds
         # Number 0 is the first Ulysses all-to-all, if there is one.
         self._first_number = 1 if self.sharing > 1 else 0
         self._operations: list[Operation] = []
@@ -155,7 +158,11 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        return _payload(t.payload, t.part[1])
+        return _payload(t.payload, t.part[1], self.rounds)
+
+    def sent(self, unit: Unit) -> Size:
+        """Return the size of gradients as they travel."""
+        return rounded(unit) if self.rounds else high(unit)
 
     def trade(self, transfer: Transfer, leaves: Buffer, arrives: Buffer, payload: Size) -> None:
         self.sized[leaves] = self.sized[arrives] = payload
@@ -244,8 +251,10 @@ class ProgramBuilder:
         payload: Size,
         piece: Part = (0, 1),
         cast: int = 0,
+        scratch: Size = NOTHING,
     ) -> None:
         fields: dict[str, Any] = {"payload": payload, "piece": piece, "cast": cast}
+        fields["scratch"] = scratch
         fields |= {"step": self._step, "reads": reads, "writes": writes}
         post = ops.POSTS[transfer.kind](transfer=transfer, **fields)
         self._operations.append(post)
@@ -260,11 +269,13 @@ class ProgramBuilder:
             case ops.PostCast():
                 return low(RECEIVED[cast]) / parts, payload
             case ops.PostReturn():
-                return (high(SENT[cast]) / parts,)
+                return self.sent(SENT[cast]) / parts, payload
             case ops.PostGather():
                 return payload * (len(t.receives) + len(t.sends)), payload * len(t.sends)
             case ops.PostScatter():
-                return (payload * len(t.receives),)
+                # Rounded shards arrive one by one. A rank that forwards their sum copies it.
+                arriving = payload * len(t.receives)
+                return arriving * (len(t.peers) if self.rounds else 1), payload * len(t.peers)
         return ()
 
     def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
@@ -298,7 +309,7 @@ class ProgramBuilder:
             Kind.DQ_SUM: high(QUERIES), Kind.DKEYS: made / n if gathers else as_made(KEYS),
             Kind.KEYS: gathered / n if groups > 1 or n > 1 else NOTHING,
             Kind.ROWS: self.cast_size(high) / n, Kind.OWN_ROWS: high(KEYS) / n,
-            Kind.SHARDS: high(KEYS) * groups / n,
+            Kind.SHARDS: self.sent(KEYS) * groups / n,
             Kind.COLUMNS: low(WIDE_COLUMNS), Kind.DCOLUMNS: high(WIDE_COLUMNS),
         }  # fmt: skip
 

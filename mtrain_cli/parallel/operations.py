@@ -1,7 +1,8 @@
 """The operations that send, compute and add up, and how each runs on tensors.
 
 k and v travel as one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients
-are summed in float32 (float64 for float64 inputs). Gradients also travel in the dtype of the sums.
+are summed in float32 (float64 for float64 inputs). Gradients travel in the dtype of the sums, or
+rounded to bfloat16 (`Schedule.rounds`).
 """
 
 from __future__ import annotations
@@ -107,9 +108,21 @@ class PostGather(Post):
 
 
 class PostScatter(Post):
+    """Reduce-scatter shards. Rounded shards travel one by one, and `AddShards` adds them up."""
+
     def run(self, state: Executor) -> None:
-        shards = state.tensors[self.reads[0]]
-        state.tensors[self.writes[0]] = state.transport.start_scatter(self.transfer, shards)
+        (shards,), (_, *copies) = self.read(state), self.writes
+        if not state.exchange.schedule.rounds:
+            state.tensors[self.writes[0]] = state.transport.start_scatter(self.transfer, shards)
+            return
+
+        def leaving() -> Tensor:
+            return add_up(shards, state.high).to(state.message_dtype) if copies else shards
+
+        peers = (1,) * len(self.transfer.peers)
+        size = shards.nbytes // len(shards) // (len(shards[0]) if copies else 1)
+        sending, arriving = state.transport.start_rows(self.transfer, leaving, size, peers, peers)
+        state.tensors.update(zip(self.writes, (arriving, sending), strict=False))
 
 
 class PostTrade(Post):
@@ -154,11 +167,13 @@ class PostReturn(Post):
         def leaving() -> Tensor:
             for tensor in returned:
                 rows.add_returned(len(rows.casts) - 1, gradients, tensor)
-            return gradients[rows.arriving(self.cast)]
+            return gradients[rows.arriving(self.cast)].to(state.message_dtype)
 
-        _, state.tensors[self.writes[0]] = state.transport.start_rows(
-            self.transfer, leaving, gradients[0].nbytes, cast.received, cast.sent
+        size = gradients[0].numel() * state.message_dtype.itemsize
+        sending, arriving = state.transport.start_rows(
+            self.transfer, leaving, size, cast.received, cast.sent
         )
+        state.tensors.update(zip(self.writes, (arriving, sending), strict=False))
 
 
 POSTS: dict[str, type[Post]] = {  # by `Transfer.kind`
@@ -360,6 +375,28 @@ class Message(Arrange):
         return (packed,)
 
 
+class Round(Arrange):
+    """Round gradients to the dtype in which they travel, into a buffer of the pool."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (total,) = self.read(state)
+        return (state.buffers.take_like(total, state.message_dtype).copy_(total),)
+
+
+class AddShards(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (shards,) = self.read(state)
+        return (add_up(shards, state.high),)
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the first axis. On a CPU, torch's own sum would convert all parts at once."""
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 class Zero(Arrange):
     timed = False
 
@@ -444,7 +481,7 @@ class Shards(Arrange):
         ((dk, dv),) = self.read(state)
         layout = state.tiles.placement.inside
         shape = (layout.workers, 2, dk.shape[0], layout.tokens_per_worker, *dk.shape[2:])
-        shards = torch.empty(shape, dtype=state.high, device=dk.device)
+        shards = torch.empty(shape, dtype=state.message_dtype, device=dk.device)
         layout.copy_to_shards(dk, shards[:, 0])
         layout.copy_to_shards(dv, shards[:, 1])
         if self.among:

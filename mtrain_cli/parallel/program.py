@@ -67,9 +67,10 @@ COLUMNS, WIDE_COLUMNS = Unit("columns"), Unit("wide_columns")
 SENT, RECEIVED = (tuple(Unit(kind, cast) for cast in range(3)) for kind in ("sent", "received"))
 Shape = tuple[tuple[Fraction, Unit, int], ...]  # (count, unit, bytes per element) of a buffer
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
-# `low`, `high` and `as_made` give the size of one unit.
-LOW, HIGH, MADE = "low", "high", "made"
-_SUM_BYTES = 4
+# ROUNDED: bfloat16, in which gradients may travel. `low`, `high`, `as_made` and `rounded` give the
+# size of one unit.
+LOW, HIGH, MADE, ROUNDED = "low", "high", "made", "rounded"
+_SUM_BYTES, _ROUNDED_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ class ShardSizes:
     casts: tuple[tuple[Fraction, Fraction], ...] = ()
 
     def width(self, precision: str) -> int:
-        """Return the number of bytes per element. precision: LOW, HIGH or MADE."""
-        widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
-        return widths[precision] or self.dtype_bytes
+        """Return the number of bytes per element. precision: LOW, HIGH, MADE or ROUNDED."""
+        widths = {HIGH: _SUM_BYTES, MADE: self.made_bytes, ROUNDED: _ROUNDED_BYTES}
+        return widths.get(precision) or self.dtype_bytes
 
     def count(self, unit: Unit, sharing: int) -> int | Fraction:
         """Return the number of elements in a unit, such as KEYS, on one rank.
@@ -164,6 +165,10 @@ def high(unit: Unit) -> Size:
 
 def as_made(unit: Unit) -> Size:
     return Size(((Fraction(1), unit, MADE),))
+
+
+def rounded(unit: Unit) -> Size:
+    return Size(((Fraction(1), unit, ROUNDED),))
 
 
 NOTHING = Size()

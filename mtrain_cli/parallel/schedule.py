@@ -140,6 +140,7 @@ class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
+    rounds: whether messages of gradients are rounded to bfloat16. Sums stay in float32.
     """
 
     exchange: str
@@ -152,6 +153,7 @@ class Schedule:
     circulates: str = KV
     heads: int = 1
     stages: int = 1
+    rounds: bool = False
 
     @property
     def nodes(self) -> int:
@@ -189,6 +191,7 @@ class ScheduleOptions:
     stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
         keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
         then keys of other nodes. If all ranks share a node, 3 means 2.
+    rounds: whether messages of gradients are rounded to bfloat16.
     """
 
     workers: int
@@ -198,6 +201,7 @@ class ScheduleOptions:
     circulates: str = KV
     heads: int = 1
     stages: int = 1
+    rounds: bool = False
 
 
 def numbers_of(transfers: Sequence[Transfer]) -> tuple[int, ...]:
@@ -221,7 +225,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     module, _, function = EXCHANGE_TRAITS[exchange].schedule.partition(":")
     make: Callable[[ScheduleOptions], Schedule] = getattr(import_module(module), function)
     if heads == 1:
-        return make(options)
+        return replace(make(options), rounds=options.rounds)
     groups = workers // heads
     if per_node % heads and heads % per_node:
         raise ValueError(
@@ -230,7 +234,8 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         )
     # Neighboring ranks share heads. Keys move between these groups.
     per_node = min(groups, max(1, per_node // heads))
-    return _share_heads(make(replace(options, workers=groups, per_node=per_node, heads=1)), options)
+    inner = make(replace(options, workers=groups, per_node=per_node, heads=1))
+    return _share_heads(replace(inner, rounds=options.rounds), options)
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:

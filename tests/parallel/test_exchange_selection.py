@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -135,6 +136,24 @@ def test_the_smaller_payload_circulates(heads, kv_heads, circulates):
     assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", (
         "rows of a bitmap stay with their queries"
     )
+
+
+@pytest.mark.parametrize("exchange", ["ring", "hierarchical_ring", "all_gather", "group_cast"])
+def test_gradients_in_bfloat16_are_in_the_label_and_send_fewer_bytes(exchange):
+    needs, keys = replace(NEEDS, per_node=2, kv_heads=16), {"exchange": exchange}
+    rounded = choose_exchange(asked(**keys, gradient_dtype="bfloat16"), needs)
+    assert "gradients in bfloat16" in rounded.label
+    assert parse_label(rounded.label, 4, 2) == (exchange, rounded.options(4))
+    shares = ((Fraction(1), Fraction(1)),) * 3
+    sizes = replace(needs.sizes(needs.shard), casts=shares)
+    made = (make_schedule(exchange, replace(rounded.options(4), rounds=r)) for r in (False, True))
+    exact, less = (lower(schedule, 0, backward=True).sent(sizes) for schedule in made)
+    if rounded.queries_travel:
+        assert 0.7 < less / exact < 0.8  # 6 of 8 bytes, and statistics of rows
+    else:
+        assert less / exact == pytest.approx(2 / 3, abs=0.09)
+    alone = choose_exchange(asked(gradient_dtype="bfloat16"), replace(needs, workers=1, per_node=1))
+    assert not alone.rounds, "nothing travels"
 
 
 def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backward():

@@ -82,6 +82,7 @@ def alone():
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("grad", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("buffer", [0, 40 << 20])
 @pytest.mark.parametrize(
@@ -109,7 +110,18 @@ def alone():
     ],
 )
 def test_peak_memory_equals_the_closed_form(
-    ranks, layout, chunks, kv_heads, heads, per_node, kind, stages, grad, buffer, monkeypatch
+    ranks,
+    layout,
+    chunks,
+    kv_heads,
+    heads,
+    per_node,
+    kind,
+    stages,
+    grad,
+    buffer,
+    rounds,
+    monkeypatch,
 ):
     if per_node and chunks > 1 and buffer:
         pytest.skip("on a CPU what is added up in a node is gone once that between nodes has begun")
@@ -123,9 +135,8 @@ def test_peak_memory_equals_the_closed_form(
         heads=1,
     )
     name = f"hierarchical_{kind}" if per_node else kind
-    exchange = make_exchange(
-        name, parts, group, chunks=chunks, circulates="keys", shared_columns=False, stages=stages
-    )
+    options = {"chunks": chunks, "stages": stages, "rounds": rounds}
+    exchange = make_exchange(name, parts, group, shared_columns=False, **options)
     work = Plan.make(exchange, [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)]).tiles
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))
     packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, heads, TOKENS)
@@ -156,6 +167,6 @@ def test_peak_memory_equals_the_closed_form(
     )
     if work.rows is not None:  # the estimate takes the largest of all ranks
         monkeypatch.setattr(attention_memory, "_casts", lambda *_: work.rows.shares)
-    how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks, stages=stages)
+    how = ExchangeChoice(name, "", per_node=per_node or ranks, **options)
     told = attention_memory.AttentionMemory(config, parts, how, "flash4", 2).in_backward
     assert held.most == told

@@ -40,6 +40,7 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
             if (circulates == KV and prefetch == 1) if traits.gathers else chunks == 1:
                 stages = (1, 2, 3)[: (2 + traits.hierarchical) if traits.by_mask else 1]
                 found += [(name, replace(options, stages=n)) for n in stages]
+                found.append((name, replace(options, rounds=True)))
     return [
         (name, o)
         for name, o in found

@@ -30,11 +30,12 @@ class Way:
     heads: int = 1
     shared_columns: bool = True
     stages: int = 1
+    rounds: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `make_exchange`."""
-        names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
+        names = "chunks", "prefetch", "circulates", "stages", "shared_columns", "rounds"
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
