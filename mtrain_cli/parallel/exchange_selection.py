@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.exchanges import (
@@ -144,7 +145,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     if match["name"] is not None and match["name"] not in EXCHANGE_TRAITS:
         return None
     details = match["more"].split(", ") if match["more"] else []
-    numbers = {
+    numbers: dict[str, Any] = {
         key: int(detail.split()[0])
         for key, words in _DETAILS.items()
         for detail in details
