@@ -18,6 +18,7 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
+from mtrain_cli.parallel.gather import most_stages
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.ring import shorter_rings
@@ -33,8 +34,13 @@ _ASSUMED_MEMORY = 80 << 30
 # From this size on, gather in parts of the heads, so that most of the gather overlaps computation.
 _CHUNK_BYTES = 64 << 20
 _ACCUMULATION_BYTES = 4
-# How a label gives the numbers of an exchange that exceed 1.
-_DETAILS = {"chunks": "parts of the heads", "stages": "stages", "prefetch": "hops ahead"}
+# How a label gives the numbers of an exchange that exceed those of the simplest one.
+_DETAILS = {
+    "chunks": "parts of the heads",
+    "stages": "stages of received keys",
+    "stages_backward": "stages in backward",
+    "prefetch": "hops ahead",
+}
 _ROUNDS = "gradients in bfloat16"
 
 
@@ -55,7 +61,8 @@ class ExchangeChoice:
     circulates: str = KV
     shared_columns: bool = True
     channels: tuple[str, ...] = (CONTEXT,)
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
     rounds: bool = False
 
     @property
@@ -77,13 +84,18 @@ class ExchangeChoice:
 
     def options(self, workers: int) -> ScheduleOptions:
         sizes = workers, self.per_node, self.chunks, self.prefetch
-        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages, self.rounds)
+        stages = self.stages, self.stages_backward
+        return ScheduleOptions(*sizes, self.circulates, self.heads, *stages, self.rounds)
 
     @property
     def label(self) -> str:
         shares = [f"ulysses over {self.heads}"] if self.heads > 1 else []
         moves = [self.name] if self.heads == 1 or self.channels else []
-        more = [f"{n} {words}" for key, words in _DETAILS.items() if (n := getattr(self, key)) > 1]
+        more = [
+            f"{n} {words}"
+            for key, words in _DETAILS.items()
+            if (n := getattr(self, key)) > (not key.startswith("stages"))
+        ]
         if self.queries_travel:
             more.append("queries circulate in backward")
         more += [_ROUNDS] if self.rounds else []
@@ -223,7 +235,8 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         prefetch=1 if EXCHANGE_TRAITS[name].gathers else topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
-        stages=_stages(topology, name, nodes),
+        stages=_stages(topology, name, nodes, "stages"),
+        stages_backward=_stages(topology, name, nodes, "stages_backward"),
         rounds=needs.rounds and nodes.workers > 1,
     )
     _, options = shorter_rings(name, choice.options(needs.workers))[0]
@@ -326,20 +339,15 @@ def _chunks(
     return topology.chunks
 
 
-def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
+def _stages(topology: TopologyConfig, name: str, groups: Nodes, key: str) -> int:
     # With ``auto``, `training.layout_choice` decides later, because it depends on the mask.
-    if topology.stages == "auto":
-        return 1
-    assert isinstance(topology.stages, int)
-    three = topology.stages > 2
-
-    def fits(traits: ExchangeTraits) -> bool:
-        return traits.by_mask and (traits.hierarchical or not three)
-
-    if topology.stages > 1 and not fits(EXCHANGE_TRAITS[name]):
-        raise _refusal(topology, "stages", name, fits)
-    several = EXCHANGE_TRAITS[name].hierarchical and groups.several
-    return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
+    given, traits = getattr(topology, key), EXCHANGE_TRAITS[name]
+    if given == "auto":
+        return 0
+    if given and not traits.by_mask:
+        raise _refusal(topology, key, name, lambda traits: traits.by_mask)
+    nodes = groups.count if traits.hierarchical else 1
+    return min(given, most_stages(nodes, groups.workers // nodes))
 
 
 def _refusal(

@@ -51,6 +51,7 @@ from mtrain_cli.parallel.schedule import (
     DQ,
     GROUP_CAST,
     KV,
+    OUTER,
     SUM,
     UNSCHEDULED,
     Schedule,
@@ -91,8 +92,11 @@ def _payload(payload: str, parts: int, rounds: bool) -> Size:
 class ProgramBuilder:
     """Collects the operations of one rank. Ranks that share heads hold one shard together."""
 
-    def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
+    def __init__(self, schedule: Schedule, rank: int, traits: Traits, *, backward: bool) -> None:
         self.schedule, self.traits = schedule, traits
+        self.stages = schedule.stages_backward if backward else schedule.stages
+        same = schedule.stages == schedule.stages_backward
+        self._first_cast = 0 if same or not backward else schedule.casts
         self.rank, self.sharing = rank, schedule.heads
         self.own = rank // self.sharing
         self.rounds = schedule.rounds
@@ -143,7 +147,7 @@ class ProgramBuilder:
     ) -> None:
         keys: Keys = Whole()
         if step.stage:
-            keys = Stage(step.stage)
+            keys = Stage(step.stage, self.stages)
         elif step.stage == 0 or not self.schedule.gathers:
             keys = Shard(self.shard(step.keys))
         fields: dict[str, Any] = {"queries": Shard(self.shard(step.queries)), "keys": keys}
@@ -193,7 +197,18 @@ class ProgramBuilder:
 
     def cast_size(self, width: Callable[[Unit], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
-        return sum((width(RECEIVED[cast]) for cast in self.casts), width(KEYS))
+        return sum((width(self.arriving_rows(cast)) for cast in self.casts), width(KEYS))
+
+    @property
+    def outer_casts(self) -> int:
+        casts = (op for op in self._operations if isinstance(op, ops.PostCast))
+        return len({op.cast for op in casts if op.transfer.channel == OUTER})
+
+    def leaving_rows(self, cast: int) -> Unit:
+        return Unit(SENT, self._first_cast + cast)
+
+    def arriving_rows(self, cast: int) -> Unit:
+        return Unit(RECEIVED, self._first_cast + cast)
 
     def enclose(self, inside: Emit, steps: Steps) -> None:
         """Emit the operations between the two Ulysses all-to-alls and remember their range."""
@@ -267,9 +282,9 @@ class ProgramBuilder:
         parts = self.piece(t.part)[1]
         match post:
             case ops.PostCast():
-                return low(RECEIVED[cast]) / parts, payload
+                return low(self.arriving_rows(cast)) / parts, payload
             case ops.PostReturn():
-                return self.sent(SENT[cast]) / parts, payload
+                return self.sent(self.leaving_rows(cast)) / parts, payload
             case ops.PostGather():
                 return payload * (len(t.receives) + len(t.sends)), payload * len(t.sends)
             case ops.PostScatter():
@@ -318,12 +333,12 @@ def lower(
     schedule: Schedule, rank: int, *, backward: bool = False, traits: Traits | None = None
 ) -> Program:
     """Return the program of a rank in the forward or the backward pass."""
-    b = ProgramBuilder(schedule, rank, traits or Traits())
+    b = ProgramBuilder(schedule, rank, traits or Traits(), backward=backward)
     steps = (schedule.backward if backward else schedule.forward)[rank]
     if not backward:
         inside = gather_forward if schedule.gathers else ring_forward
     elif schedule.gathers:
-        inside = staged_backward if schedule.stages > 1 else gather_backward
+        inside = staged_backward if b.stages else gather_backward
     else:
         inside = queries_backward if schedule.queries_travel else keys_backward
     side = Side.OWN if schedule.heads > 1 else Side.INSIDE
@@ -363,7 +378,7 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     b.emit(ops.FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
-        copied = joined_size((len(steps) - 1) // b.schedule.stages)
+        copied = joined_size((len(steps) - 1) // (b.stages + 1))
     # The tensors by rank are views of what arrived, which must live until they are copied.
     b.emit(ops.AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
     b.hold(arriving)

@@ -166,7 +166,8 @@ class PostReturn(Post):
 
         def leaving() -> Tensor:
             for tensor in returned:
-                rows.add_returned(len(rows.casts) - 1, gradients, tensor)
+                # The cast that forwarded its rows: casts across nodes are the first ones.
+                rows.add_returned((len(rows.casts) + 1) // 2 + self.cast, gradients, tensor)
             return gradients[rows.arriving(self.cast)].to(state.message_dtype)
 
         size = gradients[0].numel() * state.message_dtype.itemsize

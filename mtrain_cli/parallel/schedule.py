@@ -92,7 +92,7 @@ class ScheduleStep:
 
     queries, keys: numbers of the shards that the kernel call computes; both empty in a step that
         has only transfers.
-    stage: in a staged group cast, 0 for this rank's own keys, and 1 or 2 for received keys; else
+    stage: in a staged group cast, 0 for this rank's own keys, and from 1 for received keys; else
         None.
     collect: numbers of the gradient transfers that must complete after the computation: hops whose
         gradients the rank adds up, or reduce-scatters whose send buffers the next one reuses.
@@ -152,8 +152,15 @@ class Schedule:
     keeps: Sequence[tuple[int, ...]]
     circulates: str = KV
     heads: int = 1
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
     rounds: bool = False
+
+    @property
+    def casts(self) -> int:
+        """Number of group casts of a part of the heads in forward."""
+        casts = [t for step in self.forward[0] for t in step.post if t.kind == GROUP_CAST]
+        return sum(t.part == casts[0].part for t in casts)
 
     @property
     def nodes(self) -> int:
@@ -188,9 +195,10 @@ class ScheduleOptions:
     chunks: number of equal parts of the heads, of which one moves while another is computed.
     prefetch: number of steps by which a ring posts a hop before the step that needs it.
     heads: number of neighboring ranks that share heads (Ulysses).
-    stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
-        keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
-        then keys of other nodes. If all ranks share a node, 3 means 2.
+    stages, stages_backward: number of kernel calls for received keys in forward and backward, after
+        (in backward, before) the call for a rank's own keys: each for the keys of some ranks, in a
+        hierarchy first for those of the node. 0: one call for all keys. A number that is too
+        large means the largest.
     rounds: whether messages of gradients are rounded to bfloat16.
     """
 
@@ -200,7 +208,8 @@ class ScheduleOptions:
     prefetch: int = 1
     circulates: str = KV
     heads: int = 1
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
     rounds: bool = False
 
 
@@ -214,8 +223,8 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         names = ", ".join(EXCHANGE_TRAITS)
         raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
     workers, per_node, heads = options.workers, options.per_node, options.heads
-    if min(workers, per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
-        raise ValueError(f"{options}: every number must be at least 1.")
+    if min(workers, per_node, options.chunks, options.prefetch, heads) < 1:
+        raise ValueError(f"{options}: every number but those of stages must be at least 1.")
     if workers % heads:
         raise ValueError(
             f"{workers} workers: not a multiple of the {heads} ranks that share heads."

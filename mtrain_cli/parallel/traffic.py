@@ -129,22 +129,10 @@ def count_traffic(
     """
     per_query = pairs_per_query(masks, layers)
     pairs = np.array([per_query[positions].sum() for positions in shards])
-    return Traffic(pairs, *count_rows(masks, shards, per_node=per_node, block=block, layers=layers))
-
-
-def count_rows(
-    masks: LayerMasks,
-    shards: Sequence[IntArray],
-    *,
-    per_node: int | None = None,
-    block: int = ROW_BLOCK,
-    layers: Sequence[int] | None = None,
-) -> tuple[MovedRows, MovedRows, MovedRows]:
-    """Count only the rows of `count_traffic`: near, relayed and outer."""
     nodes, blocks = Nodes.of(len(shards), per_node), -(-padded_length(masks) // block)
     held = np.stack([np.bincount(positions // block, minlength=blocks) for positions in shards])
     needed = blocks_needed(masks, shards, block)
-    return rows_moved(needed, held, nodes, times_of_rows(masks, layers))
+    return Traffic(pairs, *rows_moved(needed, held, nodes, times_of_rows(masks, layers)))
 
 
 def blocks_needed(

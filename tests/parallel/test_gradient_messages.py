@@ -29,8 +29,8 @@ WAYS = {
     "all_gather": Way("all_gather"),
     "hierarchical_all_gather": Way("hierarchical_all_gather", per_node=2, chunks=2),
     "group_cast": Way("group_cast"),
-    "group_cast, stages": Way("group_cast", stages=2),
-    "hierarchical_group_cast": Way("hierarchical_group_cast", per_node=2, stages=3),
+    "group_cast, stages": Way("group_cast", stages=1),
+    "hierarchical_group_cast": Way("hierarchical_group_cast", per_node=2, stages=2),
 }
 TOKENS, HEADS, KV_HEADS, DIM = 32, 4, 2, 16
 
@@ -62,7 +62,7 @@ def gradients(
     if counts is not None:
         sent = [s for s in recorder.read() if (s.kind, s.direction) == ("send", "backward")]
         rows = exchange.cast_rows([mask], layout, None)
-        shares = rows.shares if rows else ()
+        shares = rows[1].shares if rows else ()
         sizes = ShardSizes(TOKENS, HEADS, KV_HEADS, DIM, dtype.itemsize, casts=shares)
         counts += [sum(s.message.size for s in sent), exchange.program(backward=True).sent(sizes)]
     return made
