@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +36,12 @@ from mtrain_cli.parallel.program import (
     Whole,
 )
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import (
+    Schedule,
+    ScheduleOptions,
+    make_schedule,
+    with_stages,
+)
 from mtrain_cli.parallel.transport import Buffers, Transport
 from mtrain_cli.parallel.wide_copy import part_of_heads
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -151,6 +157,7 @@ class Exchange:
         self.recorder: Recorder | None = None
         self.kv_heads = 0  # of the model; the first forward pass sets it
         self._programs: dict[tuple[bool, Traits], Program] = {}
+        self._staged: dict[tuple[int, int], Exchange] = {}
 
     @property
     def name(self) -> str:
@@ -171,7 +178,19 @@ class Exchange:
         return Placement(layout, self.schedule.heads)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        self.recorder = recorder
+        for exchange in (self, *self._staged.values()):
+            exchange.recorder = recorder
+
+    def with_stages(self, forward: int, backward: int) -> Exchange:
+        """Return this exchange with other stages of its group casts. It shares the buffers."""
+        stages = forward, backward
+        if stages == (self.schedule.stages, self.schedule.stages_backward):
+            return self
+        if stages not in self._staged:
+            other = self._staged[stages] = copy(self)
+            other.schedule = with_stages(self.schedule, *stages)
+            other._programs, other._staged = {}, {}
+        return self._staged[stages]
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
         key = backward, traits or Traits()

@@ -461,14 +461,16 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
             b.wait(step.collect)
             if at:
                 sums.append(_own_gradients(b, at - calls, steps))
+        piece, total = b.piece(step.part), Kind.DQ_SUM.at(step.part[0])
+        b.sized[total] = high(QUERIES) / piece[1]
+        reads = (buffers.Q, Kind.DQ.at(at), *((total,) if at > first else ()))
+        moves = (ADDED if at > first else COPIED) / piece[1]
+        b.emit(ops.AddDq, reads, (total,), moves, piece=piece)
         if step.stage:
             _return_rows(b, at, step, begins=at == first)
             continue
         results.append(buffers.DQ if len(steps) == calls else Kind.DQ_PART.at(step.part[0]))
-        piece, of_stages = b.piece(step.part), [Kind.DQ.at(n) for n in range(first, at + 1)]
-        reads, moves = (buffers.Q, *of_stages), (2 * COPIED + b.stages * ADDED) / piece[1]
-        scratch = high(QUERIES) / piece[1]
-        b.emit(ops.AddDq, reads, results[-1:], moves, piece=piece, scratch=scratch)
+        b.emit(ops.ResultOfDq, (buffers.Q, total), results[-1:], COPIED / piece[1])
     b.wait()
     sums.append(_own_gradients(b, len(steps) - calls, steps))
     b.emit(ops.Own, (b.kv, *sums), (buffers.DK, buffers.DV))

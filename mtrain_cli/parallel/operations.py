@@ -537,16 +537,22 @@ class OwnRows(Arrange):
 
 
 class AddDq(Arrange):
+    """Add the dq of a stage to the sum of earlier stages, if there is one."""
+
     def copy(self, state: Executor) -> Sequence[Any]:
-        of_queries, *of_stages = self.reads
-        q = state.tensors[of_queries]
-        parts = [state.tensors[buffer] for buffer in of_stages if buffer in state.tensors]
-        if not parts:
-            return (torch.zeros_like(part_of_heads(q, self.piece, 2)).contiguous(),)
-        total = parts[0].to(state.high)
-        for part in parts[1:]:
-            total += part
-        return (total.to(q.dtype),)
+        # A stage without pairs has no gradients.
+        q, made, *sums = (state.tensors.get(buffer) for buffer in self.reads)
+        if not sums:
+            part = part_of_heads(q, self.piece, 2) if made is None else made
+            total = torch.empty(part.shape, dtype=state.high, device=part.device)
+            return (total.zero_() if made is None else total.copy_(made),)
+        return (sums[0] if made is None else sums[0].add_(made),)
+
+
+class ResultOfDq(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, total = self.read(state)
+        return (total.to(q.dtype, copy=True),)
 
 
 class Own(Arrange):

@@ -247,6 +247,14 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     return _share_heads(replace(inner, rounds=options.rounds), options)
 
 
+def with_stages(schedule: Schedule, forward: int, backward: int) -> Schedule:
+    """Return the schedule of a group cast with other numbers of stages."""
+    parts = len({step.part for step in schedule.forward[0] if step.queries})
+    sizes = {"heads": schedule.heads, "stages": forward, "stages_backward": backward}
+    options = ScheduleOptions(schedule.workers, schedule.per_node, parts, **sizes)
+    return make_schedule(schedule.exchange, replace(options, rounds=schedule.rounds))
+
+
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange."""
     heads = options.heads
