@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,27 +17,18 @@ from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Joined, Layout
-from mtrain_cli.parallel.schedule import GROUP_CAST, OUTER, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK, Nodes, blocks_needed
+from mtrain_cli.parallel.schedule import GROUP_CAST, OUTER, Schedule, casts_by_stage
+from mtrain_cli.parallel.traffic import (
+    ROW_BLOCK,
+    Nodes,
+    Route,
+    WantedRows,
+    blocks_needed,
+    rows_needed,
+)
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
-_COUNTED_TOGETHER = 1 << 14  # blocks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
-
-
-class Route(NamedTuple):
-    """Which rows a group cast moves. It is the same for all ranks.
-
-    across: whether it runs among the ranks with the same local number, else inside a node.
-    away: by how many nodes, or places in the node, a sender comes before the receiver, in turn.
-    own: whether a rank sends its own rows.
-    relays: number of the earlier cast whose rows a rank forwards; None if it forwards none.
-    """
-
-    across: bool
-    away: tuple[int, ...]
-    own: bool = True
-    relays: int | None = None
 
 
 def cast_routes(schedule: Schedule, *, backward: bool = False) -> tuple[Route, ...]:
@@ -46,6 +36,7 @@ def cast_routes(schedule: Schedule, *, backward: bool = False) -> tuple[Route, .
     heads, steps = schedule.heads, (schedule.backward if backward else schedule.forward)[0]
     posted = [t for step in steps for t in step.post if t.kind == GROUP_CAST]
     casts = [t for t in posted if t.part == posted[0].part]
+    casts = casts_by_stage(casts, backward=backward)
     numbers, found = [t.number for t in casts], []
     for t in casts:
         relays = numbers.index(t.after) if t.after in numbers else None
@@ -109,8 +100,8 @@ class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
     stages: received rows of each stage from 1, if there are stages.
-    casts: in the order in which they run: first those across nodes, whose rows the last ones
-        forward.
+    casts: by stage. A cast across nodes comes before the cast inside the node that forwards its
+        rows.
     """
 
     keys: Keys
@@ -137,10 +128,11 @@ class CastRows:
 
     def picked(self, at: int, own: Tensor, arrived: Sequence[Tensor]) -> Tensor:
         """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim]."""
+        leaving = self.casts[at].leaving
+        if arrived and at > 1:  # only rows of the cast before
+            return arrived[0].index_select(0, leaving - self.arriving(at - 1).start)
         pool = own.movedim(2, 0)
-        if arrived:
-            pool = torch.cat([pool, *arrived])
-        return pool.index_select(0, self.casts[at].leaving)
+        return (torch.cat([pool, *arrived]) if arrived else pool).index_select(0, leaving)
 
     def merged(
         self, own: Tensor | None, arrived: Sequence[Tensor], stage: int | None = None
@@ -222,73 +214,28 @@ def largest_shares(
     if not schedule.traits.by_mask or too_many_to_count(layout):
         return whole_shares(schedule)
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    return WantedRows.of(inside, masks, node_size(schedule), block).shares(schedule)
+    return shares_of(
+        schedule, wanted_rows(schedule, inside, masks, block), inside.tokens_per_worker
+    )
 
 
-@dataclass(frozen=True)
-class WantedRows:
-    """The number of rows of each rank that each rank, and each node, needs.
+def wanted_rows(
+    schedule: Schedule, inside: Layout, masks: Sequence[SequenceMask], block: int | None = None
+) -> WantedRows:
+    """Count the rows that ranks need of each other. inside: layout of groups that share heads."""
+    shards = [inside.positions(rank) for rank in range(inside.workers)]
+    needed = rows_needed([masks], shards, row_block(inside, block))
+    return WantedRows.of(*needed, node_size(schedule))
 
-    of_ranks: int64 [nodes, ranks of a node, nodes, ranks of a node], by receiver and holder.
-    of_nodes: int64 [nodes, nodes, ranks of a node]
-    rows: number of rows that a rank holds.
-    """
 
-    of_ranks: IntArray
-    of_nodes: IntArray
-    rows: int
-
-    def shares(self, schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
-        """Return the `ShardSizes.casts` of a schedule with the same nodes."""
-        moved = (self.moved(*of_pass) for of_pass in _routes_of_passes(schedule))
-        return tuple(
-            (Fraction(int(sent.max()), self.rows), Fraction(int(received.max()), self.rows))
-            for sent, received in moved
-        )
-
-    @staticmethod
-    def of(
-        layout: Layout, masks: Sequence[SequenceMask], size: int, block: int | None = None
-    ) -> WantedRows:
-        """Count for all ranks. size: number of ranks of a node."""
-        positions = [layout.positions(rank) for rank in range(layout.workers)]
-        block = row_block(layout, block)
-        needed = blocks_needed([masks], positions, block)[:, 0]
-        shape = len(positions), needed.shape[1]
-        held = np.stack([np.bincount(p // block, minlength=shape[1]) for p in positions])
-        by_node = np.logical_or.reduce(needed.reshape(-1, size, shape[1]), axis=1)
-        wanted = np.zeros((len(needed) + len(by_node), shape[0]))
-        for start in range(0, shape[1], _COUNTED_TOGETHER):  # products of floats are fast and exact
-            part = slice(start, start + _COUNTED_TOGETHER)
-            both = np.concatenate([needed[:, part], by_node[:, part]]).astype(np.float64)
-            wanted += both @ held[:, part].T.astype(np.float64)
-        ranks, nodes = np.split(wanted.astype(np.int64), [len(needed)])
-        grid = len(by_node), size
-        of_nodes = nodes.reshape(grid[0], *grid)
-        return WantedRows(ranks.reshape(*grid, *grid), of_nodes, layout.tokens_per_worker)
-
-    def moved(self, route: Route, routes: Sequence[Route]) -> tuple[IntArray, IntArray]:
-        """Return the rows that each rank sends and receives, [nodes, ranks of a node] each.
-
-        routes: all routes of the pass, among which ``route.relays`` counts.
-        """
-        nodes, size = self.of_nodes.shape[0], self.of_nodes.shape[2]
-        node, local = np.divmod(np.arange(nodes * size).reshape(nodes, size), size)
-        sent, received = (np.zeros((nodes, size), np.int64) for _ in range(2))
-        for k in route.away:
-            if route.across:
-                source = (node - k) % nodes
-                found = self.of_nodes[node, source, local]
-                received += found
-                sent[source, local] += found
-                continue
-            source, holders = (local - k) % size, [0] * route.own
-            holders += routes[route.relays].away if route.relays is not None else ()
-            for back in holders:
-                found = self.of_ranks[node, local, (node - back) % nodes, source]
-                received += found
-                sent[node, source] += found
-        return sent, received
+def shares_of(
+    schedule: Schedule, wanted: WantedRows, rows: int
+) -> tuple[tuple[Fraction, Fraction], ...]:
+    """Return the `ShardSizes.casts` of a schedule. rows: number of rows that a rank holds."""
+    moved = (wanted.moved(*of_pass) for of_pass in _routes_of_passes(schedule))
+    return tuple(
+        (Fraction(int(m.sent.max()), rows), Fraction(int(m.received.max()), rows)) for m in moved
+    )
 
 
 def row_block(layout: Layout, block: int | None = None) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind
@@ -48,6 +49,7 @@ from mtrain_cli.parallel.schedule import (
     ScheduleStep,
     Steps,
     Transfer,
+    casts_by_stage,
     numbers_of,
 )
 
@@ -111,52 +113,46 @@ class _Gathers:
         return range(self.nodes * self.size)
 
     def steps(self, rank: int, *, backward: bool) -> Steps:
-        chunks, pieces = self.chunks, self._pieces(rank)
+        chunks = self.chunks
         if len(self.everyone) == 1:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
-        number = count()
+        pieces = self._pieces(rank)
+        make = partial(self._transfers, pieces, count(), backward=backward)
         result: list[ScheduleStep] = []
-        before: Transfers = ()
+        before: list[Transfer] = []
         # The first part overlaps only with the stage of own keys: step 0 posts it. Every other part
         # is gathered while the part before it is computed.
-        ready, waits = self._casts(number, pieces, (0, chunks))
+        ready = make(KV, (0, chunks))
         for c in range(chunks):
-            following, later = ready, waits
-            if c + 1 < chunks:
-                following, later = self._casts(number, pieces, (c + 1, chunks))
-            gradients: list[Transfers] = [()] * len(pieces)
-            if backward:
-                gradients = self._returns(number, pieces, (c, chunks))
-            of_part = self._stages(rank, pieces, waits, gradients)
-            posts = {0: ready if c == 0 else ()}
+            following = make(KV, (c + 1, chunks)) if c + 1 < chunks else []
+            gradients = make(DKV, (c, chunks)) if backward else [()] * len(pieces)
+            of_part = self._stages(rank, pieces, ready, gradients)
+            posts = {0: _in_order(ready) if c == 0 else []}
             # Received keys are computed first in backward, last in forward.
             at = 0 if backward or not self.stages else 1
-            posts[at] = (*posts.get(at, ()), *(following if c + 1 < chunks else ()))
+            posts[at] = posts.get(at, []) + _in_order(following)
             for turn, step in enumerate(reversed(of_part) if backward else of_part):
                 collect = numbers_of(before) if turn == 0 else ()
-                post = posts.get(turn, ())
+                post = tuple(posts.get(turn, ()))
                 result.append(replace(step, part=(c, chunks), post=post, collect=collect))
-            waits = later
-            before = tuple(t for sent in gradients for t in sent)
+            ready, before = following, _in_order(gradients)
         return tuple(result)
 
     def _stages(
         self,
         rank: int,
         pieces: Sequence[Piece],
-        waits: Sequence[int],
+        casts: Sequence[Transfers],
         gradients: Sequence[Transfers],
     ) -> list[ScheduleStep]:
         """Return the steps that compute one part of the heads, in the order of forward."""
-        own = (rank,)
+        own, waits = (rank,), [(of_piece[-1].number,) for of_piece in casts]
         if not self.stages:
-            (wait,), (send,) = waits, gradients
-            return [ScheduleStep(own, tuple(self.everyone), wait=(wait,), send=send)]
+            return [ScheduleStep(own, tuple(self.everyone), wait=waits[0], send=gradients[0])]
+        of_pieces = enumerate(zip(pieces, waits, gradients, strict=True), 1)
         return [ScheduleStep(own, own, stage=0)] + [
-            ScheduleStep(own, keys, stage=stage, wait=(wait,), send=send)
-            for stage, ((keys, _), wait, send) in enumerate(
-                zip(pieces, waits, gradients, strict=True), 1
-            )
+            ScheduleStep(own, keys, stage=stage, wait=wait, send=send)
+            for stage, ((keys, _), wait, send) in of_pieces
         ]
 
     def _pieces(self, rank: int) -> list[Piece]:
@@ -183,37 +179,35 @@ class _Gathers:
             found.append((keys, hops))
         return found
 
-    def _casts(
-        self, number: count[int], pieces: Sequence[Piece], part: tuple[int, int]
-    ) -> tuple[Transfers, tuple[int, ...]]:
-        """Return one rank's transfers that gather keys, and the one that completes each piece."""
-        make = partial(self._collective, number, KV, part)
-        # Hops across nodes take longest.
-        outer = {at: make(*hops[0]) for at, (_, hops) in enumerate(pieces) if len(hops) > 1}
-        last = [make(*hops[-1], outer.get(at)) for at, (_, hops) in enumerate(pieces)]
-        return (*outer.values(), *last), numbers_of(last)
-
-    def _returns(
-        self, number: count[int], pieces: Sequence[Piece], part: tuple[int, int]
+    def _transfers(
+        self,
+        pieces: Sequence[Piece],
+        number: count[int],
+        payload: str,
+        part: tuple[int, int],
+        *,
+        backward: bool,
     ) -> list[Transfers]:
-        """Return, by piece, the transfers that return gradients. The last piece comes first."""
-        make, found = partial(self._collective, number, DKV, part), list[Transfers]()
-        for _, hops in reversed(pieces):
-            sent = [make(*hops[-1])]
-            sent += [make(*hop, sent[0]) for hop in hops[:-1]]
-            found.insert(0, tuple(sent))
-        return found
+        """Return, by piece, the transfers that gather keys, or that reduce-scatter gradients.
 
-    def _collective(
-        self, number: count[int], payload: str, part: tuple[int, int], *hop: Any
-    ) -> Transfer:
-        channel, peers, holds, others, *after = hop
-        gathers = payload == KV
+        Backward begins with the last piece.
+        """
+        gathers, found = payload == KV, list[Transfers]()
         kinds = (GROUP_CAST, GROUP_REDUCE) if self.by_mask else ("all_gather", "reduce_scatter")
-        sends, receives = (holds, others) if gathers else (others, holds)
-        before = after[0].number if after and after[0] is not None else None
-        route = channel, sends, receives, None, None, peers, before
-        return Transfer(next(number), kinds[not gathers], payload, *route, part)
+        for _, hops in reversed(pieces) if backward else pieces:
+            made: list[Transfer] = []
+            for channel, peers, holds, others in hops if gathers else reversed(hops):
+                sends, receives = (holds, others) if gathers else (others, holds)
+                after = made[-1].number if made else None
+                route = channel, sends, receives, None, None, peers, after
+                made.append(Transfer(next(number), kinds[not gathers], payload, *route, part))
+            found.append(tuple(made))
+        return found[::-1] if backward else found
+
+
+def _in_order(by_piece: Sequence[Transfers]) -> list[Transfer]:
+    """Return transfers in the order in which ranks post them."""
+    return sorted((t for made in by_piece for t in made), key=lambda t: t.number)
 
 
 def _cut(away: range, pieces: int) -> list[range]:
@@ -223,13 +217,14 @@ def _cut(away: range, pieces: int) -> list[range]:
 
 
 def _post_casts(b: ProgramBuilder, step: ScheduleStep) -> None:
-    first = 0  # the first cast of a part
-    for at, t in enumerate(step.post):
-        first = at if t.part != step.post[first].part else first
-        own, piece = b.kv, b.piece(t.part)
-        sources = (own, Kind.GATHERED.at(t.after)) if b.forwards(t) else (own,)
-        writes = Kind.GATHERED.at(t.number), Kind.LEAVING.at(t.number)
-        b.post(t, sources, writes, low(b.leaving_rows(at - first)) / piece[1], piece, at - first)
+    for part, transfers in grouped(step.post, lambda t: t.part).items():
+        own, piece = b.kv, b.piece(part)
+        numbers = numbers_of(casts_by_stage(transfers, backward=b.backward))
+        for t in transfers:
+            cast = numbers.index(t.number)
+            sources = (own, Kind.GATHERED.at(t.after)) if b.forwards(t) else (own,)
+            writes = Kind.GATHERED.at(t.number), Kind.LEAVING.at(t.number)
+            b.post(t, sources, writes, low(b.leaving_rows(cast)) / piece[1], piece, cast)
 
 
 def _arrived_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[Post, ...]:
@@ -251,12 +246,10 @@ def _wait_for_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[Post, ...]:
 def _post_returns(b: ProgramBuilder, step: ScheduleStep, rows: Buffer) -> None:
     """Send the gradients of rows that crossed nodes last, after the cast inside the node."""
     sources: tuple[Buffer, ...] = (rows,)
-    for t in step.send:
-        stage = step.stage or 1
-        cast = max(0, stage - 2) if b.forwards(t) else b.outer_casts + stage - 1
-        payload = b.sent(b.arriving_rows(cast)) / b.piece(step.part)[1]
+    for t, post in zip(step.send, reversed(_arrived_rows(b, step)), strict=True):
+        payload = b.sent(b.arriving_rows(post.cast)) / b.piece(step.part)[1]
         writes = Kind.RETURNED.at(t.number), *_leaving(t, b.rounds)
-        b.post(t, sources, writes, payload, cast=cast)
+        b.post(t, sources, writes, payload, cast=post.cast)
         sources = rows, Kind.RETURNED.at(t.number)
 
 

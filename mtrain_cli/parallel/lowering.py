@@ -51,7 +51,6 @@ from mtrain_cli.parallel.schedule import (
     DQ,
     GROUP_CAST,
     KV,
-    OUTER,
     SUM,
     UNSCHEDULED,
     Schedule,
@@ -93,7 +92,7 @@ class ProgramBuilder:
     """Collects the operations of one rank. Ranks that share heads hold one shard together."""
 
     def __init__(self, schedule: Schedule, rank: int, traits: Traits, *, backward: bool) -> None:
-        self.schedule, self.traits = schedule, traits
+        self.schedule, self.traits, self.backward = schedule, traits, backward
         self.stages = schedule.stages_backward if backward else schedule.stages
         same = schedule.stages == schedule.stages_backward
         self._first_cast = 0 if same or not backward else schedule.casts
@@ -198,11 +197,6 @@ class ProgramBuilder:
     def cast_size(self, width: Callable[[Unit], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
         return sum((width(self.arriving_rows(cast)) for cast in self.casts), width(KEYS))
-
-    @property
-    def outer_casts(self) -> int:
-        casts = (op for op in self._operations if isinstance(op, ops.PostCast))
-        return len({op.cast for op in casts if op.transfer.channel == OUTER})
 
     def leaving_rows(self, cast: int) -> Unit:
         return Unit(SENT, self._first_cast + cast)

@@ -166,8 +166,7 @@ class PostReturn(Post):
 
         def leaving() -> Tensor:
             for tensor in returned:
-                # The cast that forwarded its rows: casts across nodes are the first ones.
-                rows.add_returned((len(rows.casts) + 1) // 2 + self.cast, gradients, tensor)
+                rows.add_returned(self.cast + 1, gradients, tensor)  # the cast that forwarded them
             return gradients[rows.arriving(self.cast)].to(state.message_dtype)
 
         size = gradients[0].numel() * state.message_dtype.itemsize
@@ -541,12 +540,16 @@ class AddDq(Arrange):
 
     def copy(self, state: Executor) -> Sequence[Any]:
         # A stage without pairs has no gradients.
-        q, made, *sums = (state.tensors.get(buffer) for buffer in self.reads)
-        if not sums:
-            part = part_of_heads(q, self.piece, 2) if made is None else made
-            total = torch.empty(part.shape, dtype=state.high, device=part.device)
-            return (total.zero_() if made is None else total.copy_(made),)
-        return (sums[0] if made is None else sums[0].add_(made),)
+        of_queries, of_stage, *sums = self.reads
+        part, made = (
+            part_of_heads(state.tensors[of_queries], self.piece, 2),
+            of_stage in state.tensors,
+        )
+        if sums:
+            total = state.tensors[sums[0]]
+        else:
+            total = torch.zeros(part.shape, dtype=state.high, device=part.device)
+        return (total.add_(state.tensors[of_stage]) if made else total,)
 
 
 class ResultOfDq(Arrange):

@@ -247,12 +247,28 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     return _share_heads(replace(inner, rounds=options.rounds), options)
 
 
+def casts_by_stage(casts: Sequence[Transfer], *, backward: bool) -> list[Transfer]:
+    """Return the casts of a part of the heads by the stage that computes their rows.
+
+    casts: in the order in which a pass posts them. Backward begins with the last stage.
+    """
+    numbers, stages = numbers_of(casts), list[list[Transfer]]()
+    for t in casts:
+        if t.after in numbers:  # it forwards rows of the cast before it
+            stages[-1].append(t)
+        else:
+            stages.append([t])
+    return [t for of in (reversed(stages) if backward else stages) for t in of]
+
+
 def with_stages(schedule: Schedule, forward: int, backward: int) -> Schedule:
     """Return the schedule of a group cast with other numbers of stages."""
     parts = len({step.part for step in schedule.forward[0] if step.queries})
-    sizes = {"heads": schedule.heads, "stages": forward, "stages_backward": backward}
-    options = ScheduleOptions(schedule.workers, schedule.per_node, parts, **sizes)
-    return make_schedule(schedule.exchange, replace(options, rounds=schedule.rounds))
+    options = ScheduleOptions(
+        schedule.workers, schedule.per_node, parts, heads=schedule.heads, rounds=schedule.rounds
+    )
+    options = replace(options, stages=forward, stages_backward=backward)
+    return make_schedule(schedule.exchange, options)
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:

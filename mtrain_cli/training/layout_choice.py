@@ -13,6 +13,7 @@ from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Balanced, Layout, Placement, make_layout
@@ -172,7 +173,7 @@ def choose_staged_exchange(
     found = static_stages(prices, chosen.layout, kinds, config.train.micro_batch)
     cluster = cluster_of(topology.cluster)
     where = f"the links of topology.cluster={topology.cluster}" if cluster else "H200s"
-    text = f"with {found.label}"
+    text = f"with {with_count(found.best[0], 'stage')} and {found.best[1]} in backward"
     if device == "cuda":
         text += f", attention of a layer takes {found.described}"
     text += f" (topology.stages=auto, predicted for {named_on(device, where)})"

@@ -18,11 +18,11 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.cast_rows import (
-    WantedRows,
     node_size,
+    shares_of,
     too_many_to_count,
+    wanted_rows,
     whole_shares,
 )
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds
@@ -84,11 +84,6 @@ class PricedStages:
         return found[0], found[1]
 
     @property
-    def label(self) -> str:
-        forward, backward = self.best
-        return f"{with_count(forward, 'stage')} and {backward} in backward"
-
-    @property
     def described(self) -> str:
         def total(forward: int, backward: int) -> str:
             return f"{1e3 * (self.forward[forward] + self.backward[backward]):.3g} ms"
@@ -117,16 +112,15 @@ class StagePrices:
         shards = [inside.positions(rank) for rank in range(inside.workers)]
         one = make_schedule(self.exchange, self.options)
         pairs = pairs_between(masks, shards) * (self.sizes.heads * self.sizes.head_dim)
-        wanted = None
-        if not too_many_to_count(layout):
-            wanted = WantedRows.of(inside, masks, node_size(one))
+        wanted = None if too_many_to_count(layout) else wanted_rows(one, inside, masks)
         times: tuple[dict[int, float], dict[int, float]] = {}, {}
         for stages in sorted({*CANDIDATES, *(n for n in self.given if n is not None)}):
             of_stages = replace(self.options, stages=stages, stages_backward=stages)
             schedule, *programs = _lowered(self.exchange, of_stages)
             if schedule.stages < stages:  # the same as an earlier candidate
                 break
-            shares = whole_shares(schedule) if wanted is None else wanted.shares(schedule)
+            rows = inside.tokens_per_worker
+            shares = shares_of(schedule, wanted, rows) if wanted else whole_shares(schedule)
             sizes = replace(self.sizes, casts=shares)
             for backward, of_pass in enumerate(times):
                 flop = pairs * _FLOP_PER_PAIR[bool(backward)]
@@ -140,13 +134,8 @@ def stage_prices(
 ) -> StagePrices | None:
     """Return the prices with which ``auto`` chooses stages; None if nothing is to choose."""
     topology = config.topology
-    given = tuple(
-        None if key == "auto" else n
-        for key, n in (
-            (topology.stages, choice.stages),
-            (topology.stages_backward, choice.stages_backward),
-        )
-    )
+    keys = (topology.stages, choice.stages), (topology.stages_backward, choice.stages_backward)
+    given = [None if key == "auto" else n for key, n in keys]
     moves = choice.traits.by_mask and choice.heads < needs.workers
     dense = config.sparsity.pattern == "dense"
     if None not in given or not moves or not dense or needs.workers > MOST_PRICED:

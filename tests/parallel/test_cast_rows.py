@@ -295,7 +295,7 @@ def test_an_index_moves_whole_blocks():
         (
             "hierarchical_group_cast",
             ScheduleOptions(6, 3, stages=2, stages_backward=0),
-            ((1, 1), (2, 2), (2, 2), (1, 1), (4, 4)),
+            ((2, 2), (1, 1), (2, 2), (1, 1), (4, 4)),
         ),
         ("group_cast", ScheduleOptions(6, 6, stages=2, stages_backward=2), ((2, 2), (3, 3))),
     ],

@@ -469,6 +469,16 @@ def test_stages_of_group_casts_equal_the_oracle(world, stride):
     assert_equal(world, 1e-12, 9, *given)
 
 
+def test_stages_of_three_nodes_equal_the_oracle():
+    """Two casts across nodes, each with a cast inside the node that forwards its rows."""
+    ways = [
+        Way("hierarchical_group_cast", per_node=2, stages=3),
+        Way("hierarchical_group_cast", per_node=2, chunks=2, stages=2, stages_backward=8),
+    ]
+    given = ("sdpa", "float64", ("dense",), False, tuple(MASKS)[:2], ((4, 2),), tuple(ways))
+    assert_equal(6, 1e-12, len(ways) * len(LAYOUTS), *given)
+
+
 @mostly_slow(("world", "way"), [(4, STAGED[4]), (3, STAGED[0])], keep=(0,))
 def test_stages_of_every_mask_equal_the_oracle(world, way):
     given = ("sdpa", "float64", ("dense",), True, OTHERS, ((4, 2),), (way,))

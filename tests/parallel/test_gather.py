@@ -245,22 +245,22 @@ def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
     program = lower(schedule, 1)
     assert [op.keys for op in program.computes] == [Shard(1), Stage(1, 2), Stage(2, 2)]
     posts = {post.cast: post for post in program.posts}
-    assert posts[0].transfer.peers == (1, 3)
-    assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (1, 2)] == [
+    assert posts[1].transfer.peers == (1, 3)
+    assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (0, 2)] == [
         ((0, 1), (1,)),
         ((0, 1), (3,)),
     ]
     assert [post.reads for post in program.posts] == [
         (Kind.KV.of(1),),
         (Kind.KV.of(1),),
-        (Kind.KV.of(1), Kind.GATHERED.at(0)),
+        (Kind.KV.of(1), Kind.GATHERED.at(1)),
     ]
     merged = copies(program, MergeStage)
     assert [op.reads for op in merged] == [
-        (Kind.GATHERED.at(1),),
-        (Kind.GATHERED.at(0), Kind.GATHERED.at(2)),
+        (Kind.GATHERED.at(0),),
+        (Kind.GATHERED.at(1), Kind.GATHERED.at(2)),
     ]
-    assert [op.moves.of(CASTS) for op in merged] == [2 * 2 * 320 * 2, 2 * 2 * 320 * (1 + 3)]
+    assert [op.moves.of(CASTS) for op in merged] == [2 * 2 * 320, 2 * 2 * 320 * (2 + 3)]
 
 
 def test_gradients_of_other_nodes_leave_first():
@@ -270,13 +270,13 @@ def test_gradients_of_other_nodes_leave_first():
     posts = [post for post in program.posts if post.transfer.payload == DKV]
     assert [(post.cast, post.reads) for post in posts] == [
         (2, (Kind.ROWS.at(0),)),
-        (0, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
-        (1, (Kind.ROWS.at(0),)),
+        (1, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
+        (0, (Kind.ROWS.at(0),)),
     ]
     reduces = [op for op in program.operations if isinstance(op, ReduceRows)]
     assert sorted((op.cast, op.reads) for op in reduces) == [
-        (0, (Kind.RETURNED.at(4),)),
-        (1, (Kind.RETURNED.at(5),)),
+        (0, (Kind.RETURNED.at(5),)),
+        (1, (Kind.RETURNED.at(4),)),
     ]
     total = Kind.DQ_SUM.at(0)
     first, *later = [op.reads for op in copies(program, AddDq)]
