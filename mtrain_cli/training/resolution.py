@@ -20,7 +20,7 @@ from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
 from mtrain_cli.training.layout_choice import choose_layout, choose_staged_exchange
-from mtrain_cli.training.stage_prices import StagePrices, stage_prices
+from mtrain_cli.training.stage_prices import OFTEN_PRICED, StagePrices, stage_prices
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def resolve_run(
         layout_reason=chosen.reason,
         balancer=chosen.balancer,
         exchange=exchange,
-        stage_prices=stage_prices(config, exchange, needs),
+        stage_prices=stage_prices(config, exchange, needs) if dims.cp <= OFTEN_PRICED else None,
         kernel=kernel,
         kernel_reason=kernel_reason,
         dtype=dtype,

@@ -51,7 +51,8 @@ from mtrain_cli.parallel.schedule import (
 from mtrain_cli.parallel.traffic import Nodes, Rates
 
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8)  # numbers of stages
-MOST_PRICED = 1024  # workers
+# The most workers whose stages are priced for a run, and for each micro-batch, in 0.4 s of a CPU.
+MOST_PRICED, OFTEN_PRICED = 1024, 256
 _WORTH_IT = 0.98  # stages must take less than this share of the time without
 
 Clock = NDArray[np.float64]
@@ -179,34 +180,25 @@ def pairs_between(masks: Sequence[SequenceMask], shards: Sequence[IntArray]) -> 
     owner = np.empty(size, np.int64)
     for rank, positions in enumerate(shards):
         owner[positions] = rank
-    unit = _unit(owner)
-    held = np.zeros((size // unit + 1, ranks))
-    held[np.arange(1, size // unit + 1), owner[::unit]] = unit
+    # Ranks hold whole blocks of this size.
+    unit = int(np.gcd.reduce(np.flatnonzero(np.diff(owner)) + 1, initial=size))
+    blocks, holder = size // unit + 1, np.append(owner[::unit], 0)
+    held = np.zeros((blocks, ranks))
+    held[np.arange(1, blocks), holder[:-1]] = unit
     before = held.cumsum(0)  # keys of each rank before each block
-    blocks, shift = size // unit + 1, unit.bit_length() - 1
     pairs = np.zeros((ranks, ranks))
-    of_block = np.append(owner[::unit], 0)
-    for mask in masks:
-        for bound, sign in ((mask.high, 1), (mask.low, -1)):
-            for ends in bound:
-                block = ends >> shift
-                whole = np.bincount(owner * blocks + block, minlength=ranks * blocks)
-                pairs += sign * (whole.reshape(ranks, blocks) @ before)
-                rest = np.bincount(
-                    owner * ranks + of_block[block], ends & (unit - 1), minlength=ranks**2
-                )
-                pairs += sign * rest.reshape(ranks, ranks)
-    return pairs
-
-
-def _unit(owner: IntArray) -> int:
-    """Return the largest power of two, up to 128, so that ranks hold whole blocks of this size."""
-    unit = 128
-    while unit > 1 and (
-        len(owner) % unit or (owner.reshape(-1, unit) != owner[::unit, None]).any()
+    for ends, sign in (
+        (ends, sign)
+        for mask in masks
+        for bound, sign in ((mask.high, 1), (mask.low, -1))
+        for ends in bound
     ):
-        unit //= 2
-    return unit
+        block, rest = np.divmod(ends, unit)
+        whole = np.bincount(owner * blocks + block, minlength=ranks * blocks)
+        pairs += sign * (whole.reshape(ranks, blocks) @ before)
+        inside = np.bincount(owner * ranks + holder[block], rest, minlength=ranks**2)
+        pairs += sign * inside.reshape(ranks, ranks)
+    return pairs
 
 
 def by_stage(schedule: Schedule, of_ranks: NDArray[np.float64]) -> Work:

@@ -65,7 +65,6 @@ def test_a_candidate_of_eight_workers_and_64_documents_takes_milliseconds():
         found = priced(options, "zigzag", mask, sizes, Rates(), "group_cast")
         seconds.append(time.thread_time() - start)
     assert len(found.forward) == 6  # 0, 1, 2, 3, 4, 6 stages; at most 7
-    print(min(seconds))
     assert min(seconds) / len(found.forward) < 0.010
 
 
