@@ -137,7 +137,7 @@ _COMPARED = {
 # Groups and keys that choose an exchange or a pattern.
 _CHOOSING = (
     *("recipe", "sparsity", "topology.exchange", "topology.ulysses", "topology.chunks"),
-    *("topology.stages", "topology.circulates"),
+    *("topology.stages", "topology.stages_backward", "topology.circulates"),
 )
 
 

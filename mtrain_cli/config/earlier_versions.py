@@ -18,7 +18,7 @@ LATER: dict[str, Any] = {
         "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",
         "topology.expert_chunks", "topology.schedule", "topology.stage_layers",
         "topology.balanced_chunk", "topology.gpu_memory_gib", "topology.host_memory_gib",
-        "train.balance_loss", "data.chat_template",
+        "train.balance_loss", "data.chat_template", "topology.stages_backward",
     ), "auto"),
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
@@ -48,6 +48,7 @@ LATER: dict[str, Any] = {
     "train.memory": "manual",
     "train.shard": "full",
     "train.reduce_dtype": "float32",
+    "topology.gradient_dtype": "float32",
     "train.checkpoint_keep": 0.5,
     "train.loss_gradients": "forward",
     **DENSE_KEYS,

@@ -39,6 +39,7 @@ _TEXT = at_least(2).up_to(*TOKENS_OF_SEQ)
 _WORKERS = POSITIVE.up_to(2**14, "planning takes time for every worker")
 _HEADS = POSITIVE.up_to(65_535, "the limit of a CUDA grid")
 _STAGES = POSITIVE.up_to(10_000, "the maximum of model.num_layers")
+_PARTS = Range("must be a whole number from 0 to 16", lambda value: 0 <= value <= 16)
 _GIB = ABOVE_ZERO.up_to(2**20, "1 PiB")
 _EPSILON = ABOVE_ZERO.up_to(1, "more would outweigh the values that it protects from 0")
 _STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
@@ -254,12 +255,14 @@ class TopologyConfig:
         exchange keys and values; auto = all with exchange=ulysses, else 1
     chunks: all_gather and group_cast: groups of heads, each gathered while the previous one
         computes; auto = by size and memory
-    stages: group_cast: 1 = compute when all keys are there; 2 = own keys while others travel; 3 =
-        own keys, keys of the node, then the others (hierarchical); auto = by predicted time
+    stages: group_cast: parts in which received keys are computed, after own keys and while later
+        parts travel; 0 = compute when all keys are there; auto = by predicted time
+    stages_backward: group_cast: the same in backward, whose gradients return part by part
     prefetch: ring: number of hops that run ahead of the computation
     circulates: ring: what circulates in the backward pass; auto = whichever needs fewer bytes
     columns: ring: once = gather the keys of the index's columns once; in_steps = compute columns in
         the ring steps; auto = chosen by cost
+    gradient_dtype: dtype in which gradients of keys and queries travel; sums stay in float32
     block_size: tokens per block, the unit of the striped layout
     balanced_chunk: tokens per chunk, the unit of the balanced layout; auto = by a worker's tokens
     timeout_s: time that a collective may take before the run fails
@@ -286,10 +289,12 @@ class TopologyConfig:
     exchange: str = option(exchange_names)
     ulysses: int | str = option(_WORKERS)
     chunks: int | str = option(_HEADS)
-    stages: int | str = option(Range("must be 1, 2 or 3", lambda value: value in (1, 2, 3)))
+    stages: int | str = option(_PARTS)
+    stages_backward: int | str = option(_PARTS)
     prefetch: int = option(_WORKERS)
     circulates: str = option(("auto", "kv", "queries"))
     columns: str = option(("auto", "once", "in_steps"))
+    gradient_dtype: str = option(("float32", "bfloat16"))
     block_size: int = option(
         Range(
             f"must be a power of two, at least {MIN_BLOCK}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.data_kinds import KINDS
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.overrides import parse
 from mtrain_cli.config.problem import Problem
@@ -89,6 +89,8 @@ def _ineffective_keys(config: Config, exchange: str, device: str) -> Iterator[tu
             # `choose_exchange` refuses queries.
             if name != "topology.circulates" or config.topology.circulates != "queries":
                 yield name, f"topology.exchange={exchange} is not a ring"
+    if exchange in HEAD_SHARING:
+        yield "topology.gradient_dtype", f"topology.exchange={exchange} sends gradients as computed"
     if config.sparsity.column_bound == 0:
         yield "topology.columns", f"sparsity.pattern={config.sparsity.pattern} chooses no columns"
     if device == "cpu":

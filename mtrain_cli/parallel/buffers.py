@@ -31,6 +31,7 @@ class Kind(Enum):
     # One transfer
     GATHERED, LEAVING = "gathered", "leaving"  # keys that arrive, and a copy of those that leave
     RETURNED, SUM = "returned", "sum"  # gradients that arrive by a group reduce or reduce-scatter
+    ROUNDED = "rounded"  # gradients in the dtype in which they leave
     # The messages of Ulysses
     HEADS_TO_TRADE, TRADED_HEADS = "heads to trade", "traded heads"
     TOKENS_TO_TRADE, TRADED_TOKENS = "tokens to trade", "traded tokens"

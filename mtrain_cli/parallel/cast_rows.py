@@ -17,19 +17,50 @@ from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Joined, Layout
-from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Program
-from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_rows
+from mtrain_cli.parallel.schedule import GROUP_CAST, OUTER, Schedule, casts_by_stage
+from mtrain_cli.parallel.traffic import (
+    ROW_BLOCK,
+    Nodes,
+    Route,
+    WantedRows,
+    blocks_needed,
+    rows_needed,
+)
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
-# By number of casts: the casts whose rows stage 1, and stage 2 if there is one, computes.
-_CASTS_OF_STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
-    1: ((0,),),
-    2: ((0, 1),),
-    3: ((1,), (0, 2)),
-}
+
+
+def cast_routes(schedule: Schedule, *, backward: bool = False) -> tuple[Route, ...]:
+    """Return the routes of the group casts of a pass; () if it has none."""
+    heads, steps = schedule.heads, (schedule.backward if backward else schedule.forward)[0]
+    posted = [t for step in steps for t in step.post if t.kind == GROUP_CAST]
+    casts = [t for t in posted if t.part == posted[0].part]
+    casts = casts_by_stage(casts, backward=backward)
+    numbers, found = [t.number for t in casts], []
+    for t in casts:
+        relays = numbers.index(t.after) if t.after in numbers else None
+        senders = [at for at, peer in enumerate(t.peers) if at and peer in t.receives]
+        senders = senders if relays is None else [*range(1, len(t.peers))]
+        away = tuple(sorted(len(t.peers) - at for at in senders))
+        own = relays is None or 0 in (rank // heads for rank in t.sends)
+        found.append(Route(t.channel == OUTER, away, own, relays))
+    return tuple(found)
+
+
+def _routes_of_passes(schedule: Schedule) -> list[tuple[Route, tuple[Route, ...]]]:
+    """Return the casts of `ShardSizes.casts`, each with all routes of its pass."""
+    if not schedule.traits.by_mask:
+        return []
+    same = schedule.stages == schedule.stages_backward
+    passes = [cast_routes(schedule, backward=b) for b in (False, True)[: 2 - same]]
+    return [(route, routes) for routes in passes for route in routes]
+
+
+def node_size(schedule: Schedule) -> int:
+    """Return the number of ranks among which casts inside a node run."""
+    nodes = Nodes.of_groups(schedule.workers, schedule.per_node, schedule.heads)
+    return nodes.per_node if schedule.traits.hierarchical and nodes.several else nodes.workers
 
 
 @dataclass(frozen=True)
@@ -68,9 +99,9 @@ class Keys:
 class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
-    stages: received rows of stage 1 and of stage 2, if there are stages.
-    casts: in the order in which they run. A cast across nodes comes before the cast inside the
-        node, which forwards rows of the first. With three casts, the second moves rows of the node.
+    stages: received rows of each stage from 1, if there are stages.
+    casts: by stage. A cast across nodes comes before the cast inside the node that forwards its
+        rows.
     """
 
     keys: Keys
@@ -79,7 +110,7 @@ class CastRows:
     casts: tuple[Cast, ...]
 
     def of_stage(self, stage: int | None) -> Keys:
-        """Return the received rows of stage 1 or 2. None: own rows and all received rows."""
+        """Return the received rows of a stage from 1. None: own rows and all received rows."""
         return self.keys if stage is None else self.stages[stage - 1]
 
     def arriving(self, at: int) -> slice:
@@ -97,10 +128,11 @@ class CastRows:
 
     def picked(self, at: int, own: Tensor, arrived: Sequence[Tensor]) -> Tensor:
         """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim]."""
+        leaving = self.casts[at].leaving
+        if arrived and at > 1:  # only rows of the cast before
+            return arrived[0].index_select(0, leaving - self.arriving(at - 1).start)
         pool = own.movedim(2, 0)
-        if arrived:
-            pool = torch.cat([pool, *arrived])
-        return pool.index_select(0, self.casts[at].leaving)
+        return (torch.cat([pool, *arrived]) if arrived else pool).index_select(0, leaving)
 
     def merged(
         self, own: Tensor | None, arrived: Sequence[Tensor], stage: int | None = None
@@ -153,33 +185,23 @@ class CastRows:
         parts = zip(cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True)
         # A peer returns a row once, so no sum depends on the order in which a GPU adds.
         for where, part in parts:
-            rows.index_add_(0, where, part)
+            rows.index_add_(0, where, part.to(rows.dtype))
 
     @staticmethod
     def make(
         layout: Layout,
         masks: Sequence[SequenceMask],
         rank: int,
-        peers: Sequence[Sequence[int]],
+        schedule: Schedule,
         block: int | None = None,
-        *,
-        staged: bool = False,
-    ) -> CastRows:
-        """Plan the casts of a rank.
-
-        peers: the ranks among which each cast runs: alone, or first the counterparts in other
-            nodes, then the ranks of this node.
-        """
-        return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
-
-
-def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return the peers of a program's group casts: by cast, the ranks of `CastRows.make`."""
-    found: dict[int, tuple[int, ...]] = {}
-    for post in program.posts:
-        if post.transfer.kind == GROUP_CAST:
-            found[post.cast] = tuple(r // program.sharing for r in post.transfer.peers)
-    return tuple(found.values())
+    ) -> tuple[CastRows, CastRows]:
+        """Plan the casts of a rank in forward and backward. layout: of groups that share heads."""
+        planner = _RowPlanner(layout, masks, node_size(schedule), block)
+        routes, again = (cast_routes(schedule, backward=b) for b in (False, True))
+        forward = planner.rows(rank, routes, staged=schedule.stages > 0)
+        if schedule.stages == schedule.stages_backward:
+            return forward, forward
+        return forward, planner.rows(rank, again, staged=schedule.stages_backward > 0)
 
 
 def largest_shares(
@@ -189,20 +211,30 @@ def largest_shares(
 
     If counting would take too much memory, return `whole_shares`.
     """
-    peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
-    if not peers or too_many_to_count(layout):
+    if not schedule.traits.by_mask or too_many_to_count(layout):
         return whole_shares(schedule)
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    near, relayed, outer = count_rows(
-        [masks],
-        [inside.positions(rank) for rank in range(inside.workers)],
-        per_node=len(peers[-1]) if len(peers) > 1 else None,
-        block=row_block(inside, block),
+    return shares_of(
+        schedule, wanted_rows(schedule, inside, masks, block), inside.tokens_per_worker
     )
-    moved = {1: [near + relayed], 2: [outer, near + relayed], 3: [outer, near, relayed]}[len(peers)]
-    rows = inside.tokens_per_worker * len(masks)
+
+
+def wanted_rows(
+    schedule: Schedule, inside: Layout, masks: Sequence[SequenceMask], block: int | None = None
+) -> WantedRows:
+    """Count the rows that ranks need of each other. inside: layout of groups that share heads."""
+    shards = [inside.positions(rank) for rank in range(inside.workers)]
+    needed = rows_needed([masks], shards, row_block(inside, block))
+    return WantedRows.of(*needed, node_size(schedule))
+
+
+def shares_of(
+    schedule: Schedule, wanted: WantedRows, rows: int
+) -> tuple[tuple[Fraction, Fraction], ...]:
+    """Return the `ShardSizes.casts` of a schedule. rows: number of rows that a rank holds."""
+    moved = (wanted.moved(*of_pass) for of_pass in _routes_of_passes(schedule))
     return tuple(
-        (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved
+        (Fraction(int(m.sent.max()), rows), Fraction(int(m.received.max()), rows)) for m in moved
     )
 
 
@@ -213,14 +245,12 @@ def row_block(layout: Layout, block: int | None = None) -> int:
 
 def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the shares of casts that move whole shards, which are never smaller than others."""
-    peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
-    if not peers:
-        return ()
-    nodes, mates = len(peers[0]), len(peers[-1]) - 1
-    moved = {1: [mates], 2: [nodes - 1, mates * nodes], 3: [nodes - 1, mates, mates * (nodes - 1)]}[
-        len(peers)
-    ]
-    return tuple((Fraction(n), Fraction(n)) for n in moved)
+    found = []
+    for route, routes in _routes_of_passes(schedule):
+        relayed = 0 if route.relays is None else len(routes[route.relays].away)
+        shards = Fraction(len(route.away) * (route.own + relayed))
+        found.append((shards, shards))
+    return tuple(found)
 
 
 def too_many_to_count(layout: Layout) -> bool:
@@ -229,8 +259,10 @@ def too_many_to_count(layout: Layout) -> bool:
 
 
 class _RowPlanner:
-    def __init__(self, layout: Layout, masks: Sequence[SequenceMask], block: int | None) -> None:
-        self.block = row_block(layout, block)
+    def __init__(
+        self, layout: Layout, masks: Sequence[SequenceMask], size: int, block: int | None
+    ) -> None:
+        self.block, self.size = row_block(layout, block), size
         self._positions = [layout.positions(rank) for rank in range(layout.workers)]
         self._needed = blocks_needed([masks], self._positions, self.block)[:, 0]
 
@@ -239,38 +271,49 @@ class _RowPlanner:
         needed = np.any(self._needed[list(ranks)], axis=0)
         return np.flatnonzero(np.asarray(needed)[positions // self.block])
 
-    def rows(self, rank: int, peers: Sequence[Sequence[int]], *, staged: bool = False) -> CastRows:
-        pool, casts = [self._positions[rank]], []
-        for at, among in enumerate(peers):
-            # The ranks that a peer serves: itself, or in a cast across nodes the peer's whole node.
-            crosses = at == 0 and len(peers) > 1
-            offsets = [mate - rank for mate in peers[-1]] if crosses else [0]
-            start, held = self._sources(at, rank, peers)
+    def rows(self, rank: int, routes: Sequence[Route], *, staged: bool) -> CastRows:
+        pool, casts, none = [self._positions[rank]], [], np.empty(0, np.int64)
+        for route in routes:
+            start = 0
+            if not route.own:
+                assert route.relays is not None
+                start = sum(map(len, pool[: 1 + route.relays]))
+            held, peers = self._held(rank, route, routes), self._senders(rank, route)
             leaving, received = [], []
-            for peer in among:
-                if peer == rank:
-                    leaving.append(np.empty(0, np.int64))
-                    received.append(np.empty(0, np.int64))
-                    continue
-                leaving.append(start + self._wanted(held, [peer + offset for offset in offsets]))
-                # Another rank of the node has other counterparts.
-                of_peer = [[p + peer - rank for p in peers[0]], *peers[1:]]
-                _, theirs = self._sources(at, peer, of_peer)
-                received.append(theirs[self._wanted(theirs, [rank + o for o in offsets])])
+            for peer, back in peers:
+                forth = -back % len(peers)
+                to = self._served(peer, route)
+                leaving.append(start + self._wanted(held, to) if forth in route.away else none)
+                theirs = self._held(peer, route, routes) if back in route.away else none
+                received.append(theirs[self._wanted(theirs, self._served(rank, route))])
             sent, arrived = (tuple(map(len, rows)) for rows in (leaving, received))
             casts.append(Cast(torch.from_numpy(np.concatenate(leaving)), sent, arrived))
             pool.append(np.concatenate(received))
-        of_stages = _CASTS_OF_STAGES[len(casts)] if staged else ()
+        last = [(at, r.relays) for at, r in enumerate(routes) if not r.across] if staged else []
+        of_stages = [(at,) if relays is None else (relays, at) for at, relays in last]
         stages = [Keys.of(np.concatenate([pool[1 + at] for at in of]), of) for of in of_stages]
         whole = Keys.of(np.concatenate(pool), tuple(range(len(casts))))
         return CastRows(whole, tuple(stages), len(pool[0]), tuple(casts))
 
-    def _sources(self, at: int, rank: int, peers: Sequence[Sequence[int]]) -> tuple[int, IntArray]:
-        own = self._positions[rank]
-        if at == 0 or (at == 1 and len(peers) == 3):
-            return 0, own
-        others = [self._positions[peer] for peer in peers[0] if peer != rank]
-        relayed = [theirs[self._wanted(theirs, peers[-1])] for theirs in others]
-        if len(peers) == 3:
-            return len(own), np.concatenate(relayed)
-        return 0, np.concatenate([own, *relayed])
+    def _senders(self, rank: int, route: Route) -> list[tuple[int, int]]:
+        """Return the peers of a cast, and by how many places each comes before this rank."""
+        size, workers = self.size, len(self._positions)
+        first, local = rank - rank % size, rank % size
+        peers = range(local, workers, size) if route.across else range(first, first + size)
+        return [(peer, (peers.index(rank) - at) % len(peers)) for at, peer in enumerate(peers)]
+
+    def _served(self, rank: int, route: Route) -> range:
+        """Return the ranks for which a rank receives rows: in a cast across nodes, its node."""
+        first = rank - rank % self.size
+        return range(first, first + self.size) if route.across else range(rank, rank + 1)
+
+    def _held(self, rank: int, route: Route, routes: Sequence[Route]) -> IntArray:
+        """Return the positions of the rows that a rank may send, in the order of its pool."""
+        found = [self._positions[rank]] if route.own else []
+        if route.relays is not None:
+            before = routes[route.relays]
+            served = self._served(rank, before)
+            senders = [p for p, back in self._senders(rank, before) if back in before.away]
+            theirs = [self._positions[peer] for peer in senders]
+            found += [rows[self._wanted(rows, served)] for rows in theirs]
+        return np.concatenate(found)

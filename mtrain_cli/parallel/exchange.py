@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from mtrain_cli.attention.partials import accumulation_dtype, add_sinks, sink_gr
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer, Side
-from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
+from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout, Placement, early_queries
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -32,11 +33,15 @@ from mtrain_cli.parallel.program import (
     Program,
     Recompute,
     Shard,
-    Stage,
     Whole,
 )
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import (
+    Schedule,
+    ScheduleOptions,
+    make_schedule,
+    with_stages,
+)
 from mtrain_cli.parallel.transport import Buffers, Transport
 from mtrain_cli.parallel.wide_copy import part_of_heads
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -54,7 +59,7 @@ class ShardTiles:
 
     tiles: dict[tuple[Shard, Keys], Tiles]
     placement: Placement
-    rows: CastRows | None = None
+    rows: tuple[CastRows, CastRows] | None = None  # of forward and backward
     index: Index | None = None
     _narrow: dict[tuple, Tiles] = field(default_factory=dict, repr=False, compare=False)
 
@@ -100,6 +105,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.buffers = self.exchange.buffers
         self.high = accumulation_dtype(next(iter(self.tensors.values())).dtype)
+        self.message_dtype = torch.bfloat16 if self.exchange.schedule.rounds else self.high
 
     def run(self, operations: Iterable[Operation]) -> None:
         tensors, pooled = self.tensors, self.program.pooled
@@ -115,7 +121,7 @@ class Executor:
     @property
     def rows(self) -> CastRows:
         assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
-        return self.tiles.rows
+        return self.tiles.rows[self.transport.direction == BACKWARD]
 
     def total(self, buffer: Buffer) -> RunningAttention:
         """Return the running attention output of a buffer; the first call creates it."""
@@ -151,6 +157,7 @@ class Exchange:
         self.recorder: Recorder | None = None
         self.kv_heads = 0  # of the model; the first forward pass sets it
         self._programs: dict[tuple[bool, Traits], Program] = {}
+        self._staged: dict[tuple[int, int], Exchange] = {}
 
     @property
     def name(self) -> str:
@@ -171,7 +178,19 @@ class Exchange:
         return Placement(layout, self.schedule.heads)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        self.recorder = recorder
+        for exchange in (self, *self._staged.values()):
+            exchange.recorder = recorder
+
+    def with_stages(self, forward: int, backward: int) -> Exchange:
+        """Return this exchange with other stages of its group casts. It shares the buffers."""
+        stages = forward, backward
+        if stages == (self.schedule.stages, self.schedule.stages_backward):
+            return self
+        if stages not in self._staged:
+            other = self._staged[stages] = copy(self)
+            other.schedule = with_stages(self.schedule, *stages)
+            other._programs, other._staged = {}, {}
+        return self._staged[stages]
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
         key = backward, traits or Traits()
@@ -187,13 +206,11 @@ class Exchange:
 
     def cast_rows(
         self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
-    ) -> CastRows | None:
-        """Return the rows that this rank's group casts move; None if it has no group cast."""
-        peers = cast_peers(self.program(backward=False))
-        if not peers:
+    ) -> tuple[CastRows, CastRows] | None:
+        """Return the rows that this rank's group casts move in forward and backward, if any."""
+        if not self.schedule.traits.by_mask or self.schedule.groups == 1:
             return None
-        staged = self.schedule.stages > 1
-        return CastRows.make(inside, masks, self.own.number, peers, block, staged=staged)
+        return CastRows.make(inside, masks, self.own.number, self.schedule, block)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
@@ -353,8 +370,8 @@ def make_exchange(
 
 
 def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
-    names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
-    options = {name: getattr(choice, name) for name in names}
+    names = "chunks", "prefetch", "circulates", "stages", "stages_backward", "shared_columns"
+    options = {name: getattr(choice, name) for name in (*names, "rounds")}
     return make_exchange(choice.name, layout, group, **options)
 
 
@@ -468,11 +485,16 @@ class Plan:
         return "\n".join(lines)
 
 
-def positions_of(layout: Layout, keys: Keys, rows: CastRows | None = None) -> IntArray:
+def positions_of(
+    layout: Layout, keys: Keys, rows: tuple[CastRows, CastRows] | None = None
+) -> IntArray:
     """Return the global positions of these tokens, ascending, int64[tokens]."""
     if isinstance(keys, Shard):
         return layout.positions(keys.number)
     if rows is not None:
-        return rows.of_stage(keys.number if isinstance(keys, Stage) else None).positions
+        if isinstance(keys, Whole):
+            return rows[0].keys.positions
+        of_pass = next(of for of in rows if len(of.stages) == keys.of)
+        return of_pass.of_stage(keys.number).positions
     assert isinstance(keys, Whole), "a stage is a part of a group cast"
     return np.arange(layout.padded_seq, dtype=np.int64)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.exchanges import (
@@ -17,6 +18,7 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
+from mtrain_cli.parallel.gather import most_stages
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.ring import shorter_rings
@@ -32,8 +34,14 @@ _ASSUMED_MEMORY = 80 << 30
 # From this size on, gather in parts of the heads, so that most of the gather overlaps computation.
 _CHUNK_BYTES = 64 << 20
 _ACCUMULATION_BYTES = 4
-# How a label gives the numbers of an exchange that exceed 1.
-_DETAILS = {"chunks": "parts of the heads", "stages": "stages", "prefetch": "hops ahead"}
+# How a label gives the numbers of an exchange that exceed those of the simplest one.
+_DETAILS = {
+    "chunks": "parts of the heads",
+    "stages": "stages of received keys",
+    "stages_backward": "stages in backward",
+    "prefetch": "hops ahead",
+}
+_ROUNDS = "gradients in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ class ExchangeChoice:
     circulates: str = KV
     shared_columns: bool = True
     channels: tuple[str, ...] = (CONTEXT,)
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
+    rounds: bool = False
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -74,15 +84,21 @@ class ExchangeChoice:
 
     def options(self, workers: int) -> ScheduleOptions:
         sizes = workers, self.per_node, self.chunks, self.prefetch
-        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages)
+        stages = self.stages, self.stages_backward
+        return ScheduleOptions(*sizes, self.circulates, self.heads, *stages, self.rounds)
 
     @property
     def label(self) -> str:
         shares = [f"ulysses over {self.heads}"] if self.heads > 1 else []
         moves = [self.name] if self.heads == 1 or self.channels else []
-        more = [f"{n} {words}" for key, words in _DETAILS.items() if (n := getattr(self, key)) > 1]
+        more = [
+            f"{n} {words}"
+            for key, words in _DETAILS.items()
+            if (n := getattr(self, key)) > (not key.startswith("stages"))
+        ]
         if self.queries_travel:
             more.append("queries circulate in backward")
+        more += [_ROUNDS] if self.rounds else []
         return ", then ".join(shares + moves) + (f" ({', '.join(more)})" if more else "")
 
 
@@ -92,6 +108,7 @@ class ExchangeNeeds:
 
     tokens: padded length of a sequence, times the number of sequences in a micro-batch.
     columns: upper bound on the number of single columns per head; None if there is no bound.
+    rounds: whether messages of gradients are rounded to bfloat16.
     """
 
     workers: int
@@ -104,6 +121,7 @@ class ExchangeNeeds:
     device_memory: int | None = None
     index: IndexRequest | None = None
     columns: int | None = 0
+    rounds: bool = False
 
     @property
     def nodes(self) -> int:
@@ -139,7 +157,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     if match["name"] is not None and match["name"] not in EXCHANGE_TRAITS:
         return None
     details = match["more"].split(", ") if match["more"] else []
-    numbers = {
+    numbers: dict[str, Any] = {
         key: int(detail.split()[0])
         for key, words in _DETAILS.items()
         for detail in details
@@ -148,6 +166,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
     heads = int(match["heads"] or 1)
     options = ScheduleOptions(workers, per_node, circulates=circulates, heads=heads, **numbers)
+    options = replace(options, rounds=_ROUNDS in details)
     return match["name"] or HEAD_SHARING[ULYSSES], options
 
 
@@ -161,13 +180,14 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
 
     With more than one part of the heads (``chunks``), the KV of two parts is in memory at a time.
     """
-    size = _gathered(needs.workers, heads, chunks).of(needs.sizes(tokens=1), heads)
+    made = _gathered(needs.workers, heads, chunks, needs.rounds)
+    size = made.of(needs.sizes(tokens=1), heads)
     return int(size * needs.tokens // needs.workers)
 
 
 @cache
-def _gathered(workers: int, heads: int, chunks: int) -> Size:
-    options = ScheduleOptions(workers, workers, chunks, heads=heads)
+def _gathered(workers: int, heads: int, chunks: int, rounds: bool) -> Size:
+    options = ScheduleOptions(workers, workers, chunks, heads=heads, rounds=rounds)
     schedule = make_schedule(exchange_name(gathers=True, hierarchical=False), options)
     program = lower(schedule, 0, backward=True)
     buffers = [Kind.KEYS.at(0), Kind.DKEYS.at(0), Kind.SHARDS.at(0)]
@@ -177,19 +197,20 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     """Return how many bytes a worker of a ring sends per hop in a layer's backward pass."""
-    return int(_backward_of_two(circulates).sent(needs.sizes(needs.shard)))
+    return int(_backward_of_two(circulates, needs.rounds).sent(needs.sizes(needs.shard)))
 
 
 @cache
-def _backward_of_two(circulates: str) -> Program:
+def _backward_of_two(circulates: str, rounds: bool) -> Program:
     """Return the backward program of a two-worker ring, in which every shard hops once."""
     ring = exchange_name(gathers=False, hierarchical=False)
-    schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates))
+    schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates, rounds=rounds))
     return lower(schedule, 0, backward=True)
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
     """Choose the exchange of a run."""
+    needs = replace(needs, rounds=topology.gradient_dtype == "bfloat16")
     heads = _head_ranks(topology, needs)
     nodes = Nodes.of_groups(needs.workers, needs.per_node, heads)
     if topology.exchange in HEAD_SHARING:
@@ -214,7 +235,9 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         prefetch=1 if EXCHANGE_TRAITS[name].gathers else topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
-        stages=_stages(topology, name, nodes),
+        stages=_stages(topology, name, nodes, "stages"),
+        stages_backward=_stages(topology, name, nodes, "stages_backward"),
+        rounds=needs.rounds and nodes.workers > 1,
     )
     _, options = shorter_rings(name, choice.options(needs.workers))[0]
     return replace(choice, channels=make_schedule(name, options).channels)
@@ -316,20 +339,15 @@ def _chunks(
     return topology.chunks
 
 
-def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
+def _stages(topology: TopologyConfig, name: str, groups: Nodes, key: str) -> int:
     # With ``auto``, `training.layout_choice` decides later, because it depends on the mask.
-    if topology.stages == "auto":
-        return 1
-    assert isinstance(topology.stages, int)
-    three = topology.stages > 2
-
-    def fits(traits: ExchangeTraits) -> bool:
-        return traits.by_mask and (traits.hierarchical or not three)
-
-    if topology.stages > 1 and not fits(EXCHANGE_TRAITS[name]):
-        raise _refusal(topology, "stages", name, fits)
-    several = EXCHANGE_TRAITS[name].hierarchical and groups.several
-    return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
+    given, traits = getattr(topology, key), EXCHANGE_TRAITS[name]
+    if given == "auto":
+        return 0
+    if given and not traits.by_mask:
+        raise _refusal(topology, key, name, lambda traits: traits.by_mask)
+    nodes = groups.count if traits.hierarchical else 1
+    return min(given, most_stages(nodes, groups.workers // nodes))
 
 
 def _refusal(

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind
@@ -25,8 +26,6 @@ from mtrain_cli.parallel.program import (
     KEYS_COPIED,
     NOTHING,
     QUERIES,
-    RECEIVED,
-    SENT,
     STATS,
     Post,
     Size,
@@ -50,6 +49,7 @@ from mtrain_cli.parallel.schedule import (
     ScheduleStep,
     Steps,
     Transfer,
+    casts_by_stage,
     numbers_of,
 )
 
@@ -57,22 +57,35 @@ if TYPE_CHECKING:
     from mtrain_cli.parallel.lowering import ProgramBuilder
 
 Transfers = tuple[Transfer, ...]
+Ranks = tuple[int, ...]
+# The ranks of some keys, and the collectives that bring them, in turn: channel, peers, and the
+# ranks whose keys this rank holds and receives.
+Piece = tuple[Ranks, list[tuple[str, Ranks, Ranks, Ranks]]]
 
 
 def _gather(name: str, options: ScheduleOptions) -> Schedule:
     workers, traits = options.workers, EXCHANGE_TRAITS[name]
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
-    stages = 1
-    if workers > 1 and options.stages > 1:
-        assert traits.by_mask, "only group casts have stages"
-        stages = options.stages if 1 < nodes < workers else 2
-    gathers = _Gathers(nodes, workers // nodes, options.chunks, stages, traits.by_mask)
-    of_ranks = (
-        PerRank(workers, partial(gathers.steps, backward=False)),
-        PerRank(workers, partial(gathers.steps, backward=True)),
+    size, given = workers // nodes, (options.stages, options.stages_backward)
+    assert traits.by_mask or not any(given), "only group casts have stages"
+    forward, backward = (min(n, most_stages(nodes, size)) for n in given)
+    make = [_Gathers(nodes, size, options.chunks, n, traits.by_mask) for n in (forward, backward)]
+    return Schedule(
+        name,
+        traits,
+        workers,
+        options.per_node,
+        PerRank(workers, partial(make[0].steps, backward=False)),
+        PerRank(workers, partial(make[1].steps, backward=True)),
         PerRank(workers, lambda r: (r,)),
+        stages=forward,
+        stages_backward=backward,
     )
-    return Schedule(name, traits, workers, options.per_node, *of_ranks, stages=stages)
+
+
+def most_stages(nodes: int, size: int) -> int:
+    """Return the largest number of stages: a rank each, or this node and then a node each."""
+    return nodes if 1 < nodes < nodes * size else nodes * size - 1
 
 
 # An all-gather brings all KV to every rank, with one collective per part of the heads. A group cast
@@ -103,95 +116,115 @@ class _Gathers:
         chunks = self.chunks
         if len(self.everyone) == 1:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
-        make = partial(self._collectives, rank, count())
+        pieces = self._pieces(rank)
+        make = partial(self._transfers, pieces, count(), backward=backward)
         result: list[ScheduleStep] = []
-        before: Transfers = ()
+        before: list[Transfer] = []
         # The first part overlaps only with the stage of own keys: step 0 posts it. Every other part
         # is gathered while the part before it is computed.
         ready = make(KV, (0, chunks))
         for c in range(chunks):
-            following = make(KV, (c + 1, chunks)) if c + 1 < chunks else ()
-            gradients = make(DKV, (c, chunks)) if backward else ()
-            of_part = self._stages(rank, ready, gradients)
-            posts = {0: ready if c == 0 else ()}
+            following = make(KV, (c + 1, chunks)) if c + 1 < chunks else []
+            gradients = make(DKV, (c, chunks)) if backward else [()] * len(pieces)
+            of_part = self._stages(rank, pieces, ready, gradients)
+            posts = {0: _in_order(ready) if c == 0 else []}
             # Received keys are computed first in backward, last in forward.
-            at = 0 if backward or self.stages == 1 else 1
-            posts[at] = (*posts.get(at, ()), *following)
+            at = 0 if backward or not self.stages else 1
+            posts[at] = posts.get(at, []) + _in_order(following)
             for turn, step in enumerate(reversed(of_part) if backward else of_part):
                 collect = numbers_of(before) if turn == 0 else ()
-                post = posts.get(turn, ())
+                post = tuple(posts.get(turn, ()))
                 result.append(replace(step, part=(c, chunks), post=post, collect=collect))
-            ready, before = following, gradients
+            ready, before = following, _in_order(gradients)
         return tuple(result)
 
-    def _stages(self, rank: int, casts: Transfers, gradients: Transfers) -> list[ScheduleStep]:
+    def _stages(
+        self,
+        rank: int,
+        pieces: Sequence[Piece],
+        casts: Sequence[Transfers],
+        gradients: Sequence[Transfers],
+    ) -> list[ScheduleStep]:
         """Return the steps that compute one part of the heads, in the order of forward."""
-        own, wait = (rank,), (casts[-1].number,)
-        if self.stages == 1:
-            return [ScheduleStep(own, tuple(self.everyone), wait=wait, send=gradients)]
-        first = ScheduleStep(own, own, stage=0)
-        if self.stages == 2:
-            others = tuple(r for r in self.everyone if r != rank)
-            return [first, ScheduleStep(own, others, stage=1, wait=wait, send=gradients)]
-        node = rank // self.size
-        mates = tuple(r for r in self.everyone if r // self.size == node and r != rank)
-        far = tuple(r for r in self.everyone if r // self.size != node)
-        return [
-            first,
-            ScheduleStep(own, mates, stage=1, wait=(casts[1].number,), send=gradients[2:]),
-            ScheduleStep(own, far, stage=2, wait=wait, send=gradients[:2]),
+        own, waits = (rank,), [(of_piece[-1].number,) for of_piece in casts]
+        if not self.stages:
+            return [ScheduleStep(own, tuple(self.everyone), wait=waits[0], send=gradients[0])]
+        of_pieces = enumerate(zip(pieces, waits, gradients, strict=True), 1)
+        return [ScheduleStep(own, own, stage=0)] + [
+            ScheduleStep(own, keys, stage=stage, wait=wait, send=send)
+            for stage, ((keys, _), wait, send) in of_pieces
         ]
 
-    def _collectives(
-        self, rank: int, number: count[int], payload: str, part: tuple[int, int]
-    ) -> Transfers:
-        """Return one rank's transfers that gather keys, or that reduce-scatter their gradients."""
-        everyone, gathers, splits = tuple(self.everyone), payload == KV, self.stages == 3
+    def _pieces(self, rank: int) -> list[Piece]:
+        """Return the pieces of received keys, the nearest first, with the hops that bring each."""
+        everyone, size = tuple(self.everyone), self.size
+        if 1 in (self.nodes, size):
+            whole = len(everyone)
+            pieces = _cut(range(1, whole), max(1, self.stages))
+            senders = [tuple(sorted((rank - k) % whole for k in away)) for away in pieces]
+            return [(of, [(CONTEXT, everyone, (rank,), of)]) for of in senders]
+        node, local = divmod(rank, size)
+        mates, counterparts = everyone[node * size : (node + 1) * size], everyone[local::size]
+        found: list[Piece] = []
+        if self.stages > 1:
+            near = tuple(r for r in mates if r != rank)
+            found.append((near, [(INNER, mates, (rank,), near)]))
+        for away in _cut(range(1, self.nodes), max(1, self.stages - 1)):
+            nodes = {(node - k) % self.nodes for k in away} | ({node} if self.stages < 2 else set())
+            holds = tuple(r for r in counterparts if r // size in nodes)
+            keys = tuple(r for r in everyone if r // size in nodes and r != rank)
+            relayed = tuple(r for r in holds if r != rank)
+            arriving = tuple(r for r in keys if r not in holds)
+            hops = [(OUTER, counterparts, (rank,), relayed), (INNER, mates, holds, arriving)]
+            found.append((keys, hops))
+        return found
+
+    def _transfers(
+        self,
+        pieces: Sequence[Piece],
+        number: count[int],
+        payload: str,
+        part: tuple[int, int],
+        *,
+        backward: bool,
+    ) -> list[Transfers]:
+        """Return, by piece, the transfers that gather keys, or that reduce-scatter gradients.
+
+        Backward begins with the last piece.
+        """
+        gathers, found = payload == KV, list[Transfers]()
         kinds = (GROUP_CAST, GROUP_REDUCE) if self.by_mask else ("all_gather", "reduce_scatter")
+        for _, hops in reversed(pieces) if backward else pieces:
+            made: list[Transfer] = []
+            for channel, peers, holds, others in hops if gathers else reversed(hops):
+                sends, receives = (holds, others) if gathers else (others, holds)
+                after = made[-1].number if made else None
+                route = channel, sends, receives, None, None, peers, after
+                made.append(Transfer(next(number), kinds[not gathers], payload, *route, part))
+            found.append(tuple(made))
+        return found[::-1] if backward else found
 
-        def collective(peers, holds, channel, after=None, among=everyone) -> Transfer:
-            held = set(holds)
-            others = tuple(s for s in among if s not in held)
-            kind, sends, receives = (
-                (kinds[0], holds, others) if gathers else (kinds[1], others, holds)
-            )
-            route = channel, sends, receives, None, None, peers, after
-            return Transfer(next(number), kind, payload, *route, part)
 
-        if 1 in (self.nodes, self.size):
-            return (collective(everyone, (rank,), CONTEXT),)
-        node, local = divmod(rank, self.size)
-        counterparts = everyone[local :: self.size]
-        node_ranks = everyone[node * self.size : (node + 1) * self.size]
+def _in_order(by_piece: Sequence[Transfers]) -> list[Transfer]:
+    """Return transfers in the order in which ranks post them."""
+    return sorted((t for made in by_piece for t in made), key=lambda t: t.number)
 
-        def across(after=None) -> Transfer:
-            return collective(counterparts, (rank,), OUTER, after, counterparts)
 
-        def near() -> Transfers:
-            return (collective(node_ranks, (rank,), INNER, among=node_ranks),) if splits else ()
-
-        def inside(after=None) -> Transfer:
-            near_ranks = set(node_ranks) if splits else set()
-            holds, shards = (
-                tuple(s for s in ranks if s not in near_ranks) for ranks in (counterparts, everyone)
-            )
-            return collective(node_ranks, holds, INNER, after, shards)
-
-        if gathers:
-            outer = across()
-            return outer, *near(), inside(outer.number)
-        inner = inside()
-        return inner, across(inner.number), *near()
+def _cut(away: range, pieces: int) -> list[range]:
+    """Cut a range into pieces of nearly equal length."""
+    edges = [len(away) * at // pieces for at in range(pieces + 1)]
+    return [away[start:stop] for start, stop in pairwise(edges)]
 
 
 def _post_casts(b: ProgramBuilder, step: ScheduleStep) -> None:
-    first = 0  # the first cast of a part
-    for at, t in enumerate(step.post):
-        first = at if t.part != step.post[first].part else first
-        own, piece = b.kv, b.piece(t.part)
-        sources = (own, Kind.GATHERED.at(t.after)) if b.forwards(t) else (own,)
-        writes = Kind.GATHERED.at(t.number), Kind.LEAVING.at(t.number)
-        b.post(t, sources, writes, low(SENT[at - first]) / piece[1], piece, at - first)
+    for part, transfers in grouped(step.post, lambda t: t.part).items():
+        own, piece = b.kv, b.piece(part)
+        numbers = numbers_of(casts_by_stage(transfers, backward=b.backward))
+        for t in transfers:
+            cast = numbers.index(t.number)
+            sources = (own, Kind.GATHERED.at(t.after)) if b.forwards(t) else (own,)
+            writes = Kind.GATHERED.at(t.number), Kind.LEAVING.at(t.number)
+            b.post(t, sources, writes, low(b.leaving_rows(cast)) / piece[1], piece, cast)
 
 
 def _arrived_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[Post, ...]:
@@ -213,11 +246,16 @@ def _wait_for_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[Post, ...]:
 def _post_returns(b: ProgramBuilder, step: ScheduleStep, rows: Buffer) -> None:
     """Send the gradients of rows that crossed nodes last, after the cast inside the node."""
     sources: tuple[Buffer, ...] = (rows,)
-    for t in step.send:
-        cast = 0 if b.forwards(t) or len(b.casts) == 1 else step.stage or 1
-        payload = high(RECEIVED[cast]) / b.piece(step.part)[1]
-        b.post(t, sources, (Kind.RETURNED.at(t.number),), payload, cast=cast)
+    for t, post in zip(step.send, reversed(_arrived_rows(b, step)), strict=True):
+        payload = b.sent(b.arriving_rows(post.cast)) / b.piece(step.part)[1]
+        writes = Kind.RETURNED.at(t.number), *_leaving(t, b.rounds)
+        b.post(t, sources, writes, payload, cast=post.cast)
         sources = rows, Kind.RETURNED.at(t.number)
+
+
+def _leaving(t: Transfer, copies: bool) -> tuple[Buffer, ...]:
+    """Return the buffer from which a transfer leaves, if it leaves from a copy."""
+    return (Kind.LEAVING.at(t.number),) if copies else ()
 
 
 def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ...] = ()) -> Buffer:
@@ -230,7 +268,8 @@ def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ..
         # The last transfer of a step returns to the owners; others return to a relay.
         for t in step.send[-1:]:
             post = b.posted[t.number]
-            moves = 3 * high(SENT[post.cast]) / parts
+            unit = b.leaving_rows(post.cast)
+            moves = (2 * high(unit) + b.sent(unit)) / parts
             b.emit(ops.ReduceRows, post.writes, (rows,), moves, cast=post.cast)
     moves = (2 * high(KEYS) + (KEYS_ADDED if made else NOTHING)) / parts
     b.emit(ops.OwnRows, (rows, *made), (own,), moves)
@@ -239,21 +278,21 @@ def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ..
 
 def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Gather each part of the heads while the previous part is computed. Merge its stages."""
-    stages, results = b.schedule.stages, []
+    calls, results = b.stages + 1, []
     b.begin(0, steps[0])
     b.emit(ops.Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     for at, step in enumerate(steps):
         b.begin(at, step)
         keys, part, piece = _keys(b, at, step), Kind.PART.at(at), b.piece(step.part)
         b.compute(ops.ComputeForward, step, (buffers.Q, keys), (part,))
-        if stages == 1:
+        if calls == 1:
             results.append(part)
             continue
         total, parts = Kind.TOTAL.at(piece[0]), piece[1]
         # As in a ring, the first merge moves nothing, and the second converts the output.
-        moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
+        moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % calls, ADDED)
         b.emit(ops.MergeForward, (part,), (total,), moves / parts)
-        if at % stages == stages - 1:
+        if at % calls == calls - 1:
             results.append(Kind.RESULT.at(piece[0]))
             b.emit(ops.ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
     moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
@@ -267,7 +306,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
     cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
     copied = (2 * low(QUERIES) + high(STATS)) / parts
     copies = b.traits.copies_parts and parts > 1
-    own, dq, sums = b.kv, [], []
+    own, dq, sums = b.kv, list[Buffer](), list[Buffer]()
     for at, step in enumerate(steps):
         b.begin(at, step)
         keys, piece = _keys(b, at, step), b.piece(step.part)
@@ -284,6 +323,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         # The previous part is sent from a buffer of the same size as the next one. Free it first.
         b.wait(step.collect)
         if not b.schedule.traits.by_mask:
+            sums[-1:] = [_added(b, arrived) for arrived in sums[-1:]]
             sums.append(_scatter_gradients(b, at, step, made[1], cut))
             continue
         if at:
@@ -293,7 +333,9 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.emit(ops.SplitRows, made[1:], (rows,), split, scratch=scratch)
         _post_returns(b, step, rows)
     b.wait()
-    if b.schedule.traits.by_mask and steps[-1].send:
+    if not b.schedule.traits.by_mask:
+        sums[-1:] = [_added(b, arrived) for arrived in sums[-1:]]
+    elif steps[-1].send:
         sums.append(_own_rows(b, parts - 1, steps[-1:]))
     if sums:
         b.emit(ops.Own, (own, *sums), (buffers.DK, buffers.DV))
@@ -330,7 +372,7 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
         casts = _wait_for_rows(b, step)
         rows = [post.writes[0] for post in casts]
         if step.stage:
-            b.sized[keys] = _received(casts, low) / piece[1]
+            b.sized[keys] = _received(b, casts, low) / piece[1]
             b.emit(ops.MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
         else:
             moves = 2 * b.cast_size(low) / piece[1]
@@ -340,17 +382,19 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
     last = b.posted[step.wait[-1]].transfer
     moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
     among = len(last.peers) if b.forwards(last) else 0
-    b.emit(ops.Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
+    # Zigzag reverses half of the pieces of keys and of values, one after the other.
+    scratch = moves / 8 if b.traits.zigzag else NOTHING
+    fields = {"among": among, "scratch": scratch}
+    b.emit(ops.Order, (Kind.GATHERED.at(last.number),), (keys,), moves, **fields)
     return keys
 
 
 def _post_gathers(b: ProgramBuilder, step: ScheduleStep) -> None:
     for t in step.post:
-        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), []
+        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), _leaving(t, False)
         if not b.forwards(t):
             source, piece = b.kv, b.piece(t.part)
-            # A part of the heads leaves from a copy.
-            leaving = [Kind.LEAVING.at(t.number)] if piece[1] > 1 else []
+            leaving = _leaving(t, piece[1] > 1)  # a part of the heads leaves from a copy
         payload = b.payload(t)
         b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
 
@@ -364,11 +408,26 @@ def _scatter_gradients(
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
     b.emit(ops.Shards, (made,), (name,), moves, among=among, scratch=scratch)
     for t in step.send:
-        b.post(t, (name,), (Kind.SUM.at(t.number),), b.payload(t))
+        sums = b.rounds and b.forwards(t)
+        writes, payload = (Kind.SUM.at(t.number), *_leaving(t, sums)), b.payload(t)
+        # The float32 sums, twice as large, are gone before their rounded copy leaves.
+        scratch = payload * len(t.peers) if sums else NOTHING
+        b.post(t, (name,), writes, payload, scratch=scratch)
         name = Kind.SUM.at(t.number)
     # The kernel's dk and dv stay until the reduce-scatter has started.
     b.hold(made)
     return name
+
+
+def _added(b: ProgramBuilder, arrived: Buffer) -> Buffer:
+    """Add up the shards that a rounded reduce-scatter delivered. Other sums are complete."""
+    if not b.rounds:
+        return arrived
+    assert arrived.generation is not None
+    t, whole = b.posted[arrived.generation].transfer, Kind.OWN_ROWS.at(arrived.generation)
+    moves = (2 * high(KEYS) + b.sent(KEYS)) * len(t.peers) / b.piece(t.part)[1]
+    b.emit(ops.AddShards, (arrived,), (whole,), moves)
+    return whole
 
 
 def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
@@ -377,7 +436,7 @@ def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
     # share heads copy a gradient into rank order. A zigzag layout copies the half of the pieces
     # that it reverses. Other layouts write shards directly.
     if among:
-        return high(KEYS)
+        return b.sent(KEYS)
     if b.sharing > 1:
         return as_made(KEYS) / 2
     return 3 * as_made(KEYS) / 4 if b.traits.zigzag else NOTHING
@@ -385,35 +444,37 @@ def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
 
 def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
     """Compute the keys of the last stage first. Their gradients return during the next stages."""
-    stages, results, sums = b.schedule.stages, [], []
+    calls, results, sums = b.stages + 1, [], []
     for at, step in enumerate(steps):
         b.begin(at, step)
         _compute_gradients(b, at, step)
-        first = at - at % stages  # the first step of this part of the heads
+        first = at - at % calls  # the first step of this part of the heads
         if at == first:
             # As in an all-gather, free what the previous part sent.
             b.wait(step.collect)
             if at:
-                sums.append(_own_gradients(b, at - stages, steps))
+                sums.append(_own_gradients(b, at - calls, steps))
+        piece, total = b.piece(step.part), Kind.DQ_SUM.at(step.part[0])
+        b.sized[total] = high(QUERIES) / piece[1]
+        reads = (buffers.Q, Kind.DQ.at(at), *((total,) if at > first else ()))
+        moves = (ADDED if at > first else COPIED) / piece[1]
+        b.emit(ops.AddDq, reads, (total,), moves, piece=piece)
         if step.stage:
             _return_rows(b, at, step, begins=at == first)
             continue
-        results.append(buffers.DQ if len(steps) == stages else Kind.DQ_PART.at(step.part[0]))
-        piece, of_stages = b.piece(step.part), [Kind.DQ.at(n) for n in range(first, at + 1)]
-        reads, moves = (buffers.Q, *of_stages), (2 * COPIED + (stages - 1) * ADDED) / piece[1]
-        scratch = high(QUERIES) / piece[1]
-        b.emit(ops.AddDq, reads, results[-1:], moves, piece=piece, scratch=scratch)
+        results.append(buffers.DQ if len(steps) == calls else Kind.DQ_PART.at(step.part[0]))
+        b.emit(ops.ResultOfDq, (buffers.Q, total), results[-1:], COPIED / piece[1])
     b.wait()
-    sums.append(_own_gradients(b, len(steps) - stages, steps))
+    sums.append(_own_gradients(b, len(steps) - calls, steps))
     b.emit(ops.Own, (b.kv, *sums), (buffers.DK, buffers.DV))
     # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(len(results))
     b.emit(ops.Join, results, (buffers.DQ,), moves)
 
 
-def _received(casts: Sequence[Post], width: Callable[[Unit], Size]) -> Size:
+def _received(b: ProgramBuilder, casts: Sequence[Post], width: Callable[[Unit], Size]) -> Size:
     """Return the size of the rows that these casts bring, for all heads."""
-    return total_size(width(RECEIVED[post.cast]) for post in casts)
+    return total_size(width(b.arriving_rows(post.cast)) for post in casts)
 
 
 def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
@@ -424,7 +485,7 @@ def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     b.emit(ops.Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
     copied = (2 * low(QUERIES) + high(STATS)) / parts if copies else NOTHING
     made = Kind.DQ.at(at), Kind.DKEYS.at(at)
-    size = _received(_arrived_rows(b, step), as_made) if step.stage else as_made(KEYS)
+    size = _received(b, _arrived_rows(b, step), as_made) if step.stage else as_made(KEYS)
     b.sized[made[1]] = size / parts
     reads = buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys
     b.compute(ops.ComputeBackward, step, reads, made, copied)
@@ -437,13 +498,16 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
         zeros = b.cast_size(high) / parts
         b.emit(ops.ZeroRows, (b.kv,), (rows,), zeros, piece=b.piece(step.part))
     made, casts = Kind.DKEYS.at(at), _arrived_rows(b, step)
-    moves, scratch = (_received(casts, low) + _received(casts, high)) / parts, b.sized[made] / 2
+    moves, scratch = (
+        (_received(b, casts, low) + _received(b, casts, high)) / parts,
+        b.sized[made] / 2,
+    )
     b.emit(ops.SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
     _post_returns(b, step, rows)
 
 
 def _own_gradients(b: ProgramBuilder, first: int, steps: Steps) -> Buffer:
     """End the gradients of own rows for the part of the heads that begins with step ``first``."""
-    of_part = steps[first : first + b.schedule.stages]
+    of_part = steps[first : first + b.stages + 1]
     made = Kind.DKEYS.at(first + len(of_part) - 1)
     return _own_rows(b, of_part[0].part[0], of_part, (made,))

@@ -41,6 +41,7 @@ from mtrain_cli.parallel.program import (
     as_made,
     high,
     low,
+    rounded,
 )
 from mtrain_cli.parallel.ring import keys_backward, queries_backward, ring_forward
 from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
@@ -80,19 +81,24 @@ QUERY_MESSAGE = 2 * low(QUERIES) + 2 * high(STATS)  # q, dout, lse and delta
 
 
 @cache
-def _payload(payload: str, parts: int) -> Size:
+def _payload(payload: str, parts: int, rounds: bool) -> Size:
     """Return the size of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
-    sizes = {KV: low(KEYS), DKV: high(KEYS), DQ: high(QUERIES), QUERY_PAYLOAD: QUERY_MESSAGE}
+    sent = rounded if rounds else high
+    sizes = {KV: low(KEYS), DKV: sent(KEYS), DQ: sent(QUERIES), QUERY_PAYLOAD: QUERY_MESSAGE}
     return sizes[payload] / parts
 
 
 class ProgramBuilder:
     """Collects the operations of one rank. Ranks that share heads hold one shard together."""
 
-    def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
-        self.schedule, self.traits = schedule, traits
+    def __init__(self, schedule: Schedule, rank: int, traits: Traits, *, backward: bool) -> None:
+        self.schedule, self.traits, self.backward = schedule, traits, backward
+        self.stages = schedule.stages_backward if backward else schedule.stages
+        same = schedule.stages == schedule.stages_backward
+        self._first_cast = 0 if same or not backward else schedule.casts
         self.rank, self.sharing = rank, schedule.heads
         self.own = rank // self.sharing
+        self.rounds = schedule.rounds
         # Number 0 is the first Ulysses all-to-all, if there is one.
         self._first_number = 1 if self.sharing > 1 else 0
         self._operations: list[Operation] = []
@@ -140,7 +146,7 @@ class ProgramBuilder:
     ) -> None:
         keys: Keys = Whole()
         if step.stage:
-            keys = Stage(step.stage)
+            keys = Stage(step.stage, self.stages)
         elif step.stage == 0 or not self.schedule.gathers:
             keys = Shard(self.shard(step.keys))
         fields: dict[str, Any] = {"queries": Shard(self.shard(step.queries)), "keys": keys}
@@ -155,7 +161,11 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        return _payload(t.payload, t.part[1])
+        return _payload(t.payload, t.part[1], self.rounds)
+
+    def sent(self, unit: Unit) -> Size:
+        """Return the size of gradients as they travel."""
+        return rounded(unit) if self.rounds else high(unit)
 
     def trade(self, transfer: Transfer, leaves: Buffer, arrives: Buffer, payload: Size) -> None:
         self.sized[leaves] = self.sized[arrives] = payload
@@ -186,7 +196,13 @@ class ProgramBuilder:
 
     def cast_size(self, width: Callable[[Unit], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
-        return sum((width(RECEIVED[cast]) for cast in self.casts), width(KEYS))
+        return sum((width(self.arriving_rows(cast)) for cast in self.casts), width(KEYS))
+
+    def leaving_rows(self, cast: int) -> Unit:
+        return Unit(SENT, self._first_cast + cast)
+
+    def arriving_rows(self, cast: int) -> Unit:
+        return Unit(RECEIVED, self._first_cast + cast)
 
     def enclose(self, inside: Emit, steps: Steps) -> None:
         """Emit the operations between the two Ulysses all-to-alls and remember their range."""
@@ -244,8 +260,10 @@ class ProgramBuilder:
         payload: Size,
         piece: Part = (0, 1),
         cast: int = 0,
+        scratch: Size = NOTHING,
     ) -> None:
         fields: dict[str, Any] = {"payload": payload, "piece": piece, "cast": cast}
+        fields["scratch"] = scratch
         fields |= {"step": self._step, "reads": reads, "writes": writes}
         post = ops.POSTS[transfer.kind](transfer=transfer, **fields)
         self._operations.append(post)
@@ -258,13 +276,15 @@ class ProgramBuilder:
         parts = self.piece(t.part)[1]
         match post:
             case ops.PostCast():
-                return low(RECEIVED[cast]) / parts, payload
+                return low(self.arriving_rows(cast)) / parts, payload
             case ops.PostReturn():
-                return (high(SENT[cast]) / parts,)
+                return self.sent(self.leaving_rows(cast)) / parts, payload
             case ops.PostGather():
                 return payload * (len(t.receives) + len(t.sends)), payload * len(t.sends)
             case ops.PostScatter():
-                return (payload * len(t.receives),)
+                # Rounded shards arrive one by one. A rank that forwards their sum copies it.
+                arriving = payload * len(t.receives)
+                return arriving * (len(t.peers) if self.rounds else 1), payload * len(t.peers)
         return ()
 
     def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
@@ -298,7 +318,7 @@ class ProgramBuilder:
             Kind.DQ_SUM: high(QUERIES), Kind.DKEYS: made / n if gathers else as_made(KEYS),
             Kind.KEYS: gathered / n if groups > 1 or n > 1 else NOTHING,
             Kind.ROWS: self.cast_size(high) / n, Kind.OWN_ROWS: high(KEYS) / n,
-            Kind.SHARDS: high(KEYS) * groups / n,
+            Kind.SHARDS: self.sent(KEYS) * groups / n,
             Kind.COLUMNS: low(WIDE_COLUMNS), Kind.DCOLUMNS: high(WIDE_COLUMNS),
         }  # fmt: skip
 
@@ -307,12 +327,12 @@ def lower(
     schedule: Schedule, rank: int, *, backward: bool = False, traits: Traits | None = None
 ) -> Program:
     """Return the program of a rank in the forward or the backward pass."""
-    b = ProgramBuilder(schedule, rank, traits or Traits())
+    b = ProgramBuilder(schedule, rank, traits or Traits(), backward=backward)
     steps = (schedule.backward if backward else schedule.forward)[rank]
     if not backward:
         inside = gather_forward if schedule.gathers else ring_forward
     elif schedule.gathers:
-        inside = staged_backward if schedule.stages > 1 else gather_backward
+        inside = staged_backward if b.stages else gather_backward
     else:
         inside = queries_backward if schedule.queries_travel else keys_backward
     side = Side.OWN if schedule.heads > 1 else Side.INSIDE
@@ -352,7 +372,7 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     b.emit(ops.FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
-        copied = joined_size((len(steps) - 1) // b.schedule.stages)
+        copied = joined_size((len(steps) - 1) // (b.stages + 1))
     # The tensors by rank are views of what arrived, which must live until they are copied.
     b.emit(ops.AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
     b.hold(arriving)

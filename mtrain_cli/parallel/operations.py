@@ -1,7 +1,8 @@
 """The operations that send, compute and add up, and how each runs on tensors.
 
 k and v travel as one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients
-are summed in float32 (float64 for float64 inputs). Gradients also travel in the dtype of the sums.
+are summed in float32 (float64 for float64 inputs). Gradients travel in the dtype of the sums, or
+rounded to bfloat16 (`Schedule.rounds`).
 """
 
 from __future__ import annotations
@@ -107,9 +108,21 @@ class PostGather(Post):
 
 
 class PostScatter(Post):
+    """Reduce-scatter shards. Rounded shards travel one by one, and `AddShards` adds them up."""
+
     def run(self, state: Executor) -> None:
-        shards = state.tensors[self.reads[0]]
-        state.tensors[self.writes[0]] = state.transport.start_scatter(self.transfer, shards)
+        (shards,), (_, *copies) = self.read(state), self.writes
+        if not state.exchange.schedule.rounds:
+            state.tensors[self.writes[0]] = state.transport.start_scatter(self.transfer, shards)
+            return
+
+        def leaving() -> Tensor:
+            return add_up(shards, state.high).to(state.message_dtype) if copies else shards
+
+        peers = (1,) * len(self.transfer.peers)
+        size = shards.nbytes // len(shards) // (len(shards[0]) if copies else 1)
+        sending, arriving = state.transport.start_rows(self.transfer, leaving, size, peers, peers)
+        state.tensors.update(zip(self.writes, (arriving, sending), strict=False))
 
 
 class PostTrade(Post):
@@ -153,12 +166,14 @@ class PostReturn(Post):
 
         def leaving() -> Tensor:
             for tensor in returned:
-                rows.add_returned(len(rows.casts) - 1, gradients, tensor)
-            return gradients[rows.arriving(self.cast)]
+                rows.add_returned(self.cast + 1, gradients, tensor)  # the cast that forwarded them
+            return gradients[rows.arriving(self.cast)].to(state.message_dtype)
 
-        _, state.tensors[self.writes[0]] = state.transport.start_rows(
-            self.transfer, leaving, gradients[0].nbytes, cast.received, cast.sent
+        size = gradients[0].numel() * state.message_dtype.itemsize
+        sending, arriving = state.transport.start_rows(
+            self.transfer, leaving, size, cast.received, cast.sent
         )
+        state.tensors.update(zip(self.writes, (arriving, sending), strict=False))
 
 
 POSTS: dict[str, type[Post]] = {  # by `Transfer.kind`
@@ -360,6 +375,28 @@ class Message(Arrange):
         return (packed,)
 
 
+class Round(Arrange):
+    """Round gradients to the dtype in which they travel, into a buffer of the pool."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (total,) = self.read(state)
+        return (state.buffers.take_like(total, state.message_dtype).copy_(total),)
+
+
+class AddShards(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (shards,) = self.read(state)
+        return (add_up(shards, state.high),)
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the first axis. On a CPU, torch's own sum would convert all parts at once."""
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 class Zero(Arrange):
     timed = False
 
@@ -444,7 +481,7 @@ class Shards(Arrange):
         ((dk, dv),) = self.read(state)
         layout = state.tiles.placement.inside
         shape = (layout.workers, 2, dk.shape[0], layout.tokens_per_worker, *dk.shape[2:])
-        shards = torch.empty(shape, dtype=state.high, device=dk.device)
+        shards = torch.empty(shape, dtype=state.message_dtype, device=dk.device)
         layout.copy_to_shards(dk, shards[:, 0])
         layout.copy_to_shards(dv, shards[:, 1])
         if self.among:
@@ -499,16 +536,26 @@ class OwnRows(Arrange):
 
 
 class AddDq(Arrange):
+    """Add the dq of a stage to the sum of earlier stages, if there is one."""
+
     def copy(self, state: Executor) -> Sequence[Any]:
-        of_queries, *of_stages = self.reads
-        q = state.tensors[of_queries]
-        parts = [state.tensors[buffer] for buffer in of_stages if buffer in state.tensors]
-        if not parts:
-            return (torch.zeros_like(part_of_heads(q, self.piece, 2)).contiguous(),)
-        total = parts[0].to(state.high)
-        for part in parts[1:]:
-            total += part
-        return (total.to(q.dtype),)
+        # A stage without pairs has no gradients.
+        of_queries, of_stage, *sums = self.reads
+        part, made = (
+            part_of_heads(state.tensors[of_queries], self.piece, 2),
+            of_stage in state.tensors,
+        )
+        if sums:
+            total = state.tensors[sums[0]]
+        else:
+            total = torch.zeros(part.shape, dtype=state.high, device=part.device)
+        return (total.add_(state.tensors[of_stage]) if made else total,)
+
+
+class ResultOfDq(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, total = self.read(state)
+        return (total.to(q.dtype, copy=True),)
 
 
 class Own(Arrange):

@@ -34,9 +34,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stage:
-    """The rows that a group cast brings for stage 1 or 2."""
+    """The rows that group casts bring for the stage of this number, from 1, of all stages."""
 
     number: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,16 @@ class Unit(NamedTuple):
 # STATS: one element per query and head, such as lse.
 # COLUMNS: keys and values of single columns.
 # WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
-# SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
+# Unit(SENT, i), Unit(RECEIVED, i): keys and values of the rows that group cast number i moves.
 QUERIES, KEYS, OWN_KEYS, STATS = map(Unit, ("queries", "keys", "own_keys", "stats"))
 COLUMNS, WIDE_COLUMNS = Unit("columns"), Unit("wide_columns")
-SENT, RECEIVED = (tuple(Unit(kind, cast) for cast in range(3)) for kind in ("sent", "received"))
+SENT, RECEIVED = "sent", "received"
 Shape = tuple[tuple[Fraction, Unit, int], ...]  # (count, unit, bytes per element) of a buffer
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
-# `low`, `high` and `as_made` give the size of one unit.
-LOW, HIGH, MADE = "low", "high", "made"
-_SUM_BYTES = 4
+# ROUNDED: bfloat16, in which gradients may travel. `low`, `high`, `as_made` and `rounded` give the
+# size of one unit.
+LOW, HIGH, MADE, ROUNDED = "low", "high", "made", "rounded"
+_SUM_BYTES, _ROUNDED_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ShardSizes:
     column_width: `columns`, rounded up to whole tiles.
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
-        shard.
+        shard. Those of backward follow those of forward if both passes have different stages.
     """
 
     tokens: int
@@ -94,9 +96,9 @@ class ShardSizes:
     casts: tuple[tuple[Fraction, Fraction], ...] = ()
 
     def width(self, precision: str) -> int:
-        """Return the number of bytes per element. precision: LOW, HIGH or MADE."""
-        widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
-        return widths[precision] or self.dtype_bytes
+        """Return the number of bytes per element. precision: LOW, HIGH, MADE or ROUNDED."""
+        widths = {HIGH: _SUM_BYTES, MADE: self.made_bytes, ROUNDED: _ROUNDED_BYTES}
+        return widths.get(precision) or self.dtype_bytes
 
     def count(self, unit: Unit, sharing: int) -> int | Fraction:
         """Return the number of elements in a unit, such as KEYS, on one rank.
@@ -107,10 +109,8 @@ class ShardSizes:
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
             return 2 * self.tokens * kv_heads * self.head_dim
-        if unit in SENT:
-            return self.casts[unit.cast][0] * self.count(KEYS, sharing)
-        if unit in RECEIVED:
-            return self.casts[unit.cast][1] * self.count(KEYS, sharing)
+        if unit.kind in (SENT, RECEIVED):
+            return self.casts[unit.cast][unit.kind == RECEIVED] * self.count(KEYS, sharing)
         if unit == QUERIES:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
@@ -164,6 +164,10 @@ def high(unit: Unit) -> Size:
 
 def as_made(unit: Unit) -> Size:
     return Size(((Fraction(1), unit, MADE),))
+
+
+def rounded(unit: Unit) -> Size:
+    return Size(((Fraction(1), unit, ROUNDED),))
 
 
 NOTHING = Size()

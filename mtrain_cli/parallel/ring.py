@@ -229,8 +229,8 @@ def _hop(
 
 
 _CIRCULATING = {KV: Kind.KV, QUERY_PAYLOAD: Kind.QUERIES}
-# By payload of a gradient: the kind of its buffers, and the bytes that adding it moves.
-_RETURNING = {DKV: (Kind.DKV, 3 * high(KEYS)), DQ: (Kind.DQUERIES, 3 * high(QUERIES))}
+# By payload of a gradient: the kind of its buffers, and what a buffer holds.
+_RETURNING = {DKV: (Kind.DKV, KEYS), DQ: (Kind.DQUERIES, QUERIES)}
 
 
 def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
@@ -318,13 +318,17 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
     for number in step.collect:
         post = b.in_flight[number]
         b.wait((number,))
-        kind, moves = _RETURNING[post.transfer.payload]
+        kind, unit = _RETURNING[post.transfer.payload]
         total = kind.of(b.shard(post.transfer.receives))
-        b.emit(ops.Reduce, post.writes, (total,), moves)
+        b.emit(ops.Reduce, post.writes, (total,), 2 * high(unit) + b.sent(unit))
     for t in step.send:
-        kind, _ = _RETURNING[t.payload]
+        kind, unit = _RETURNING[t.payload]
         leaves = kind.of(b.shard(t.sends))
         arrives = Buffer(kind, b.shard(t.receives), generation=t.number)
+        if b.rounds:
+            total, leaves = leaves, Kind.ROUNDED.at(t.number)
+            b.emit(ops.Round, (total,), (leaves,), high(unit) + b.sent(unit))
+        b.sized |= dict.fromkeys((leaves, arrives), b.sent(unit))
         b.pooled |= {leaves, arrives}
         b.post(t, (leaves,), (arrives,), b.payload(t))
 

@@ -92,7 +92,7 @@ class ScheduleStep:
 
     queries, keys: numbers of the shards that the kernel call computes; both empty in a step that
         has only transfers.
-    stage: in a staged group cast, 0 for this rank's own keys, and 1 or 2 for received keys; else
+    stage: in a staged group cast, 0 for this rank's own keys, and from 1 for received keys; else
         None.
     collect: numbers of the gradient transfers that must complete after the computation: hops whose
         gradients the rank adds up, or reduce-scatters whose send buffers the next one reuses.
@@ -140,6 +140,7 @@ class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
+    rounds: whether messages of gradients are rounded to bfloat16. Sums stay in float32.
     """
 
     exchange: str
@@ -151,7 +152,15 @@ class Schedule:
     keeps: Sequence[tuple[int, ...]]
     circulates: str = KV
     heads: int = 1
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
+    rounds: bool = False
+
+    @property
+    def casts(self) -> int:
+        """Number of group casts of a part of the heads in forward."""
+        casts = [t for step in self.forward[0] for t in step.post if t.kind == GROUP_CAST]
+        return sum(t.part == casts[0].part for t in casts)
 
     @property
     def nodes(self) -> int:
@@ -186,9 +195,11 @@ class ScheduleOptions:
     chunks: number of equal parts of the heads, of which one moves while another is computed.
     prefetch: number of steps by which a ring posts a hop before the step that needs it.
     heads: number of neighboring ranks that share heads (Ulysses).
-    stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
-        keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
-        then keys of other nodes. If all ranks share a node, 3 means 2.
+    stages, stages_backward: number of kernel calls for received keys in forward and backward, after
+        (in backward, before) the call for a rank's own keys: each for the keys of some ranks, in a
+        hierarchy first for those of the node. 0: one call for all keys. A number that is too
+        large means the largest.
+    rounds: whether messages of gradients are rounded to bfloat16.
     """
 
     workers: int
@@ -197,7 +208,9 @@ class ScheduleOptions:
     prefetch: int = 1
     circulates: str = KV
     heads: int = 1
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int = 0
+    rounds: bool = False
 
 
 def numbers_of(transfers: Sequence[Transfer]) -> tuple[int, ...]:
@@ -210,8 +223,8 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         names = ", ".join(EXCHANGE_TRAITS)
         raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
     workers, per_node, heads = options.workers, options.per_node, options.heads
-    if min(workers, per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
-        raise ValueError(f"{options}: every number must be at least 1.")
+    if min(workers, per_node, options.chunks, options.prefetch, heads) < 1:
+        raise ValueError(f"{options}: every number but those of stages must be at least 1.")
     if workers % heads:
         raise ValueError(
             f"{workers} workers: not a multiple of the {heads} ranks that share heads."
@@ -221,7 +234,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     module, _, function = EXCHANGE_TRAITS[exchange].schedule.partition(":")
     make: Callable[[ScheduleOptions], Schedule] = getattr(import_module(module), function)
     if heads == 1:
-        return make(options)
+        return replace(make(options), rounds=options.rounds)
     groups = workers // heads
     if per_node % heads and heads % per_node:
         raise ValueError(
@@ -230,7 +243,32 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         )
     # Neighboring ranks share heads. Keys move between these groups.
     per_node = min(groups, max(1, per_node // heads))
-    return _share_heads(make(replace(options, workers=groups, per_node=per_node, heads=1)), options)
+    inner = make(replace(options, workers=groups, per_node=per_node, heads=1))
+    return _share_heads(replace(inner, rounds=options.rounds), options)
+
+
+def casts_by_stage(casts: Sequence[Transfer], *, backward: bool) -> list[Transfer]:
+    """Return the casts of a part of the heads by the stage that computes their rows.
+
+    casts: in the order in which a pass posts them. Backward begins with the last stage.
+    """
+    numbers, stages = numbers_of(casts), list[list[Transfer]]()
+    for t in casts:
+        if t.after in numbers:  # it forwards rows of the cast before it
+            stages[-1].append(t)
+        else:
+            stages.append([t])
+    return [t for of in (reversed(stages) if backward else stages) for t in of]
+
+
+def with_stages(schedule: Schedule, forward: int, backward: int) -> Schedule:
+    """Return the schedule of a group cast with other numbers of stages."""
+    parts = len({step.part for step in schedule.forward[0] if step.queries})
+    options = ScheduleOptions(
+        schedule.workers, schedule.per_node, parts, heads=schedule.heads, rounds=schedule.rounds
+    )
+    options = replace(options, stages=forward, stages_backward=backward)
+    return make_schedule(schedule.exchange, options)
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:

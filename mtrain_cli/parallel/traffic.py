@@ -129,22 +129,9 @@ def count_traffic(
     """
     per_query = pairs_per_query(masks, layers)
     pairs = np.array([per_query[positions].sum() for positions in shards])
-    return Traffic(pairs, *count_rows(masks, shards, per_node=per_node, block=block, layers=layers))
-
-
-def count_rows(
-    masks: LayerMasks,
-    shards: Sequence[IntArray],
-    *,
-    per_node: int | None = None,
-    block: int = ROW_BLOCK,
-    layers: Sequence[int] | None = None,
-) -> tuple[MovedRows, MovedRows, MovedRows]:
-    """Count only the rows of `count_traffic`: near, relayed and outer."""
-    nodes, blocks = Nodes.of(len(shards), per_node), -(-padded_length(masks) // block)
-    held = np.stack([np.bincount(positions // block, minlength=blocks) for positions in shards])
-    needed = blocks_needed(masks, shards, block)
-    return rows_moved(needed, held, nodes, times_of_rows(masks, layers))
+    found = rows_needed(masks, shards, block)
+    moved = rows_moved(*found, Nodes.of(len(shards), per_node), times_of_rows(masks, layers))
+    return Traffic(pairs, *moved)
 
 
 def blocks_needed(
@@ -160,6 +147,82 @@ def blocks_needed(
     )
 
 
+def rows_needed(
+    masks: LayerMasks, shards: Sequence[IntArray], block: int
+) -> tuple[NDArray[np.bool_], IntArray]:
+    """Return `blocks_needed`, and the number of rows that each rank holds of each block."""
+    needed = blocks_needed(masks, shards, block)
+    blocks = needed.shape[-1]
+    held = np.stack([np.bincount(positions // block, minlength=blocks) for positions in shards])
+    return needed, held
+
+
+class Route(NamedTuple):
+    """Which rows a group cast moves. It is the same for all ranks.
+
+    across: whether it runs among the ranks with the same local number, else inside a node.
+    away: by how many nodes, or places in the node, a sender comes before the receiver, in turn.
+    own: whether a rank sends its own rows.
+    relays: number of the earlier cast whose rows a rank forwards; None if it forwards none.
+    """
+
+    across: bool
+    away: tuple[int, ...]
+    own: bool = True
+    relays: int | None = None
+
+
+@dataclass(frozen=True)
+class WantedRows:
+    """The number of rows of each rank that each rank, and each node, needs.
+
+    of_ranks: int64 [nodes, ranks of a node, nodes, ranks of a node], by receiver and holder.
+    of_nodes: int64 [nodes, nodes, ranks of a node]
+    """
+
+    of_ranks: IntArray
+    of_nodes: IntArray
+
+    @staticmethod
+    def of(
+        needed: NDArray[np.bool_], held: IntArray, size: int, times: Sequence[int] | IntArray = (1,)
+    ) -> WantedRows:
+        """Count from `rows_needed`. size: ranks of a node. times: how often each kind counts."""
+        ranks, kinds, blocks = needed.shape
+        nodes = ranks // size
+        total = np.zeros((ranks + nodes, ranks))
+        by_node = np.logical_or.reduce(needed.reshape(nodes, size, kinds, blocks), axis=1)
+        together = max(1, _COUNTED_TOGETHER // ranks)
+        for start in range(0, blocks, together):  # products of floats are fast, and exact here
+            part = slice(start, start + together)
+            both = np.concatenate([needed[..., part], by_node[..., part]]).swapaxes(0, 1)
+            summed = np.tensordot(np.asarray(times, np.float64), both.astype(np.float64), 1)
+            total += summed @ held[:, part].T.astype(np.float64)
+        of_ranks, of_nodes = np.split(total.astype(np.int64), [ranks])
+        grid = nodes, size
+        return WantedRows(of_ranks.reshape(*grid, *grid), of_nodes.reshape(nodes, *grid))
+
+    def moved(self, route: Route, routes: Sequence[Route]) -> MovedRows:
+        """Return the rows of a cast. routes: those that ``route.relays`` counts."""
+        nodes, size = self.of_nodes.shape[0], self.of_nodes.shape[2]
+        node, local = np.divmod(np.arange(nodes * size).reshape(nodes, size), size)
+        sent, received = (np.zeros((nodes, size), np.int64) for _ in range(2))
+        for k in route.away:
+            if route.across:
+                source = (node - k) % nodes
+                found = self.of_nodes[node, source, local]
+                received += found
+                sent[source, local] += found
+                continue
+            source, holders = (local - k) % size, [0] * route.own
+            holders += routes[route.relays].away if route.relays is not None else ()
+            for back in holders:
+                found = self.of_ranks[node, local, (node - back) % nodes, source]
+                received += found
+                sent[node, source] += found
+        return MovedRows(sent.reshape(-1), received.reshape(-1))
+
+
 def rows_moved(
     needed: NDArray[np.bool_], held: IntArray, nodes: Nodes, times: IntArray
 ) -> tuple[MovedRows, MovedRows, MovedRows]:
@@ -168,22 +231,11 @@ def rows_moved(
     A rank receives a row of another node through its relay: the rank of its node that has the
     local number of the row's holder.
     """
-    n, g, kinds = nodes.count, nodes.per_node, needed.shape[1]
-    needed = needed.reshape(n, g, kinds, -1)
-    held = held.reshape(n, g, 1, -1).astype(np.int32)
-
-    def count(rows: NDArray[np.integer]) -> IntArray:
-        return rows.sum(-1, dtype=np.int64).reshape(n * g, kinds) @ times
-
-    def inside(passed: NDArray[np.integer]) -> MovedRows:
-        others = needed.sum(1, keepdims=True, dtype=np.int32) - needed
-        arriving = passed.sum(1, keepdims=True, dtype=np.int32) - passed
-        return MovedRows(count(passed * others), count(needed * arriving))
-
-    entering = needed.any(1, keepdims=True)  # whether a node needs each block
-    relayed = entering * (held.sum(0, dtype=np.int32) - held)
-    leaving = held * (entering.sum(0, dtype=np.int32) - entering)
-    return inside(held), inside(relayed), MovedRows(count(leaving), count(relayed))
+    wanted = WantedRows.of(needed, held, nodes.per_node, times)
+    outer = Route(True, tuple(range(1, nodes.count)))
+    near = Route(False, tuple(range(1, nodes.per_node)))
+    relayed = near._replace(own=False, relays=0)
+    return wanted.moved(near, ()), wanted.moved(relayed, (outer,)), wanted.moved(outer, ())
 
 
 def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:

@@ -41,6 +41,8 @@ LOW, VALUE, HIGH = "low", "value", "high"
 # Bounds, as factors on the expected time: on a GPU that was not measured, and of times that others
 # published for this GPU, whose clocks drop in a run.
 UNKNOWN, PUBLISHED = (1 / 1.6, 2.0), (0.95, 1.25)
+# The largest share of the peak that mtrain measured is 0.81: products on an H100.
+MOST_OF_PEAK = 0.85
 _LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
 # The smallest size is launch-bound if its measured / expected time exceeds the lowest such ratio by
 # this factor.
@@ -57,7 +59,7 @@ class Curve:
     fixed_bounds: fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
     scaled: name of the measured device if the curve is scaled to another one.
     skips: whether the kernel skips the pairs that an index leaves out.
-    peak: FLOP/s of the GPU, which no lower bound exceeds.
+    peak: FLOP/s of the GPU. No lower bound assumes more than `MOST_OF_PEAK` of it.
     """
 
     kernel: str
@@ -90,7 +92,8 @@ class Curve:
         ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
         within = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound] * ms
         if bound == LOW:
-            within = np.maximum(within, np.minimum(ms, (flop + column_flop) / self.peak * 1e3))
+            least = (flop + column_flop) / (MOST_OF_PEAK * self.peak) * 1e3
+            within = np.maximum(within, np.minimum(ms, least))
         return np.where(flop + column_flop > 0, within * 1e3, 0.0)
 
 

@@ -174,6 +174,9 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
         chunks=made.chunks,
         prefetch=made.prefetch,
         circulates=made.circulates,
+        stages=made.stages,
+        stages_backward=made.stages_backward,
+        gradient_dtype="bfloat16" if made.rounds else "float32",
         columns="auto" if config is None else config.topology.columns,
     )
     return replace(setup, options=options)

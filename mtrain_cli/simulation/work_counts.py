@@ -261,7 +261,9 @@ class WorkCounter:
     @cached_property
     def sums_only(self) -> bool:
         """Whether tables have one column, the sum over all key groups: in large gathers."""
-        gathers = self.schedule.gathers and self.schedule.stages == 1
+        gathers = self.schedule.gathers and not (
+            self.schedule.stages or self.schedule.stages_backward
+        )
         return gathers and self.closed and self.groups > MOST_PLAYED
 
     def lines(

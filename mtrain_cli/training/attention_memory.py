@@ -36,7 +36,7 @@ from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Placement, 
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.ring import shorter_rings
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 
 _MOST_OF_16_BITS = 32767
@@ -267,7 +267,10 @@ class AttentionMemory:
     @property
     def _ranks_of_casts(self) -> Fraction | int:
         """Of how many ranks' shards a group cast brings the keys, with the own ones."""
-        return self.exchange.heads * (1 + sum(received for _, received in self.sizes.casts))
+        _, backward = _programs(*self._program)
+        casts = {op.cast for op in backward.posts if op.transfer.kind == GROUP_CAST}
+        of_backward = self.sizes.casts[-len(casts) :]
+        return self.exchange.heads * (1 + sum(received for _, received in of_backward))
 
     @cached_property
     def mask_tables(self) -> int:

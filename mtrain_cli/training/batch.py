@@ -26,6 +26,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.router_batches import RouterBatches
+from mtrain_cli.training.stage_prices import StagePrices
 
 
 class PackedSample(Protocol):
@@ -202,16 +203,18 @@ class Batches:
         offload: ActivationOffload | None = None,
         tensor: TensorGroup | None = None,
         router: RouterBatches | None = None,
+        prices: StagePrices | None = None,
     ) -> None:
         """Prepare to make batches.
 
+        prices: chooses the stages of group casts for each batch; None for those of the exchange.
         setups: how the layers attend, by kind (`AttentionSetup.by_kind`).
         layers: number of layers of the model. Needed only if there are two kinds.
         offload: moves saved tensors to the host; see `ContextAttention`.
         """
         self.layouts, self.exchange = layouts, layouts.exchange
         self.setups, self.device, self.layers = setups, device, layers
-        self.offload, self.tensor, self.router = offload, tensor, router
+        self.offload, self.tensor, self.router, self.prices = offload, tensor, router, prices
         self._first = next(iter(setups.values()))
         # Plan and attention of sequences that are one document, by setup and batch size.
         self._undivided: dict[tuple[AttentionSetup, int], Plan] = {}
@@ -290,7 +293,10 @@ class Batches:
                 return plan
             shared = False
         request = None if setup.pattern is None else setup.pattern.request()
-        plan = Plan.make(self.exchange, masks, request, layout=layout, keep=setup.keep)
+        exchange = self.exchange
+        if self.prices is not None and request is None:
+            exchange = exchange.with_stages(*self.prices.of(layout, masks).best)
+        plan = Plan.make(exchange, masks, request, layout=layout, keep=setup.keep)
         plan = plan.pinned() if self.device.type == "cuda" else plan
         return self._undivided.setdefault(key, plan) if shared else plan
 
@@ -311,9 +317,9 @@ class Batches:
 
     def _wrap(self, kind: str, plan: Plan) -> ContextAttention:
         setup, on_device = self.setups[kind], plan.to(self.device)
-        attend = ContextAttention.of(
-            self.exchange, setup.kernel, on_device, setup.pattern, self.offload
-        )
+        stages = plan.schedule.stages, plan.schedule.stages_backward
+        exchange = self.exchange.with_stages(*stages)
+        attend = ContextAttention.of(exchange, setup.kernel, on_device, setup.pattern, self.offload)
         return replace(attend, kind="" if kind == "dense" else kind)
 
 

@@ -424,9 +424,9 @@ def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 <<
     are taken to fit.
     """
     config = plan.requested or plan.config
-    if plan.exchange.traits.by_mask and (plan.exchange.stages == 1 or plan.dims.cp > MOST_WORKERS):
-        # Do not price stages again for each length.
-        config = config.changed(topology={"stages": plan.exchange.stages})
+    stages = {key: getattr(plan.exchange, key) for key in ("stages", "stages_backward")}
+    if plan.exchange.traits.by_mask and not any(stages.values()):
+        config = config.changed(topology=stages)  # do not price stages again for each length
 
     def fits(seq: int) -> bool:
         return _config_fits(plan, replace(config, seq=seq))

@@ -20,6 +20,7 @@ from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
 from mtrain_cli.training.layout_choice import choose_layout, choose_staged_exchange
+from mtrain_cli.training.stage_prices import OFTEN_PRICED, StagePrices, stage_prices
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ResolvedRun:
     balancer: makes the layout of each batch; None if all batches have the same layout.
     pattern: method that estimates a dynamic index; None for dense attention.
     dense_kernel: kernel of dense first steps and layers of a sparse run, and the reason, if any.
+    stage_prices: chooses the stages of group casts for each micro-batch; None if they are fixed.
     """
 
     layout: Layout
@@ -42,6 +44,7 @@ class ResolvedRun:
     balancer: Balancer | None = None
     pattern: Pattern | None = None
     dense_kernel: tuple[Kernel, str] | None = None
+    stage_prices: StagePrices | None = None
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
@@ -115,11 +118,13 @@ def resolve_run(
         index=None if pattern is None else pattern.request(),
         columns=config.sparsity.column_bound,
     )
+    exchange = choose_staged_exchange(config, chosen, needs, environment.device)
     return ResolvedRun(
         layout=chosen.layout,
         layout_reason=chosen.reason,
         balancer=chosen.balancer,
-        exchange=choose_staged_exchange(config, chosen, needs, environment.device),
+        exchange=exchange,
+        stage_prices=stage_prices(config, exchange, needs) if dims.cp <= OFTEN_PRICED else None,
         kernel=kernel,
         kernel_reason=kernel_reason,
         dtype=dtype,

@@ -100,6 +100,7 @@ class Worker:
                 offload=self.offload,
                 tensor=self.tensor,
                 router=self.router,
+                prices=choices.stage_prices,
             )
 
         batches = make(choices)

@@ -70,7 +70,7 @@ def test_every_key_has_help():
         ("model.moe.scale", [1e-30, 1e6], [0, 1.001e6]),
         ("topology.workers", [1, 2**14], [0, 2**14 + 1]),
         ("topology.virtual_stages", [1, 10_000], [0, 10_001]),
-        ("topology.stages", [1, 2, 3], [0, 4]),
+        ("topology.stages", [0, 1, 16], [17, -1]),
         ("topology.block_size", [16, 32, 2**26], [0, 8, 15, 17, 48, 2**27]),
         ("topology.balanced_chunk", [16, 48, 2**26], [0, 8, 15, 17, 2**26 + 16]),
         ("topology.timeout_s", [1, 2e6], [0.999, 2.001e6]),

@@ -12,6 +12,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         (["train.checkpoint_keep=0.3"], "only train.activation_checkpoint=sequence_selective"),
         (["topology.prefetch=2", "topology.exchange=all_gather"], "is not a ring"),
         (["topology.circulates=kv", "topology.exchange=all_gather"], "is not a ring"),
+        (["topology.gradient_dtype=bfloat16", "topology.exchange=ulysses"], "as computed"),
         (["topology.columns=once", *RING], "sparsity.pattern=dense chooses no columns"),
         (["data.text_key=body"], "data.kind=stdlib; only data.kind=text uses it"),
         (["optim.warmup_steps=9", "train.steps=5"], "train.steps=5 ends first"),

@@ -16,6 +16,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training.layout_choice import make_balancer
 from mtrain_extras.masks.page import LayoutShare, MaskView, density, holders, share_of, views
 
@@ -46,7 +47,8 @@ def test_shares_of_workers(layout_name, seed):
         own = layout.positions(rank)
         assert share.traffic.pairs[rank] == seen[own].sum()
         assert share.slices[rank] == len(mask.spans(own, np.arange(padded)).slices)
-        rows = CastRows.make(layout, [mask], rank, [range(3)])
+        schedule = make_schedule("group_cast", ScheduleOptions(3, 3))
+        rows, _ = CastRows.make(layout, [mask], rank, schedule)
         moved.append(sum(rows.casts[0].received))
     assert share.traffic.received.tolist() == moved
     assert share.remote == pytest.approx(np.mean(moved) / (2 * layout.tokens_per_worker))
@@ -69,9 +71,8 @@ def test_between_nodes_the_rows_are_those_of_a_hierarchical_group_cast():
     mask = WINDOW.undivided(8192, 8192)
     wanted = np.zeros(4, int)
     for rank in range(4):
-        node = rank // 2 * 2
-        peers = [[rank % 2, rank % 2 + 2], [node, node + 1]]
-        for cast in CastRows.make(share.layout, [mask], rank, peers).casts:
+        schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2))
+        for cast in CastRows.make(share.layout, [mask], rank, schedule)[0].casts:
             wanted[rank] += sum(cast.received)
     assert share.traffic.received.tolist() == wanted.tolist()
     assert share.traffic.outer.received.any()

@@ -437,7 +437,7 @@ MAGI = (
     Row(
         "G5",
         "Group cast runs in stages that overlap with attention, chosen by price or set.",
-        PAIR.format("topology.workers=4 topology.exchange=group_cast topology.stages=2")
+        PAIR.format("topology.workers=4 topology.exchange=group_cast topology.stages=1")
         + "; equal a b; mtrain train model=qwen3b seq=128k topology=h200_1x8 "
         "topology.exchange=group_cast --dry-run | grep -i stage",
         (equal_runs(1), r"(?i)\d stages?\b.* m?s"),

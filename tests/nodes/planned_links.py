@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
+from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import KEYS, Post
 from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM, make_schedule
@@ -75,17 +75,17 @@ def _posts(plan: RunPlan, rank: int) -> Iterator[tuple[Post, tuple[int, ...]]]:
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
     forward, backward = (lower(schedule, rank, backward=b) for b in (False, True))
     rows = None
-    if peers := cast_peers(forward):
+    if schedule.traits.by_mask and schedule.groups > 1:
         assert schedule.heads == 1
         mask = MaskRule.of(plan.config).undivided(layout.seq, layout.padded_seq)
         masks = [mask] * plan.config.train.micro_batch
-        rows = CastRows.make(layout, masks, rank, peers, staged=schedule.stages > 1)
+        rows = CastRows.make(layout, masks, rank, schedule)
     for program in (forward, backward, forward.recomputed(plan.recompute)):
         for post in program.posts:
             kind = post.transfer.kind
             if kind in (GROUP_CAST, GROUP_REDUCE):
                 assert rows is not None
-                cast = rows.casts[post.cast]
+                cast = rows[program is backward].casts[post.cast]
                 yield post, cast.sent if kind == GROUP_CAST else cast.received
             else:
                 yield post, ()

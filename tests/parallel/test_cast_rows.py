@@ -14,14 +14,14 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import cast_rows
 from mtrain_cli.parallel.cast_rows import (
     CastRows,
-    cast_peers,
     largest_shares,
     row_block,
     whole_shares,
 )
 from mtrain_cli.parallel.layout import Balanced, Joined, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.program import Program
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 
 SEQ = 1000
 
@@ -39,7 +39,12 @@ def batches(padded: int) -> dict[str, list[SequenceMask]]:
     }
 
 
-KINDS = [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]  # with one, two and three casts
+KINDS = [
+    ("flat", 0),
+    ("flat", 2),
+    ("hierarchical", 0),
+    ("hierarchical", 3),
+]  # 1 to 5 casts
 CASES = [
     (layout, options, heads)
     for layout, options, heads in product(
@@ -65,24 +70,24 @@ def plans(
     options: tuple[int, int],
     heads: int,
     masks: list[SequenceMask],
-    stages: int = 1,
+    stages: int = 0,
 ) -> tuple[Layout, list[tuple[tuple[int, ...], ...]], list[CastRows]]:
     """The layout of the exchange, and for each of its ranks the peers and the rows."""
     workers, per_node = options
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
-    schedule = make_schedule(
-        exchange, ScheduleOptions(workers, per_node, heads=heads, stages=stages)
-    )
+    sizes = {"heads": heads, "stages": stages, "stages_backward": stages}
+    schedule = make_schedule(exchange, ScheduleOptions(workers, per_node, **sizes))
     inside = layout if heads == 1 else Joined.of(layout, heads)
-    peers = [cast_peers(lower(schedule, rank)) for rank in range(0, workers, heads)]
-    return (
-        inside,
-        peers,
-        [
-            CastRows.make(inside, masks, r, of, 16, staged=schedule.stages > 1)
-            for r, of in enumerate(peers)
-        ],
-    )
+    peers = [peers_of(lower(schedule, rank)) for rank in range(0, workers, heads)]
+    rows = [CastRows.make(inside, masks, r, schedule, 16)[0] for r in range(len(peers))]
+    return inside, peers, rows
+
+
+def peers_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the peers of each group cast, as groups of ranks that share heads."""
+    casts = (post for post in program.posts if post.transfer.kind == GROUP_CAST)
+    sharing = program.sharing
+    return tuple(tuple(r // sharing for r in post.transfer.peers) for post in casts)
 
 
 def seen_by(layout: Layout, rank: int, masks: list[SequenceMask]) -> set[int]:
@@ -137,7 +142,7 @@ def check(layout, peers, rows, masks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+    ("name", "stages"), [("flat", 0), ("flat", 2), ("hierarchical", 0), ("hierarchical", 4)]
 )
 @pytest.mark.parametrize("batch", ["causal", "documents", "two sequences"])
 def test_each_needed_row_arrives_once(name, stages, batch):
@@ -148,7 +153,8 @@ def test_each_needed_row_arrives_once(name, stages, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "casts"), [("flat", 2, 1), ("hierarchical", 2, 2), ("hierarchical", 3, 3)]
+    ("name", "stages", "casts"),
+    [("flat", 1, 1), ("flat", 3, 3), ("hierarchical", 1, 2), ("hierarchical", 2, 3)],
 )
 def test_stages_divide_the_received_rows(name, stages, casts):
     layout = make_layout("zigzag", 8, SEQ, 16)
@@ -164,7 +170,7 @@ def test_stages_divide_the_received_rows(name, stages, casts):
             received.append(set(arrived))
         assert set.union(*received) == set(pool[of.own :])
         assert sum(map(len, received)) == len(pool) - of.own
-        if stages == 3:
+        if (name, stages) == ("hierarchical", 2):
             node = range(rank - rank % 4, rank - rank % 4 + 4)
             held = {p for mate in node for p in layout.positions(mate).tolist()}
             assert received[0] <= held, "stage 1 has rows of the node only"
@@ -247,13 +253,14 @@ def test_documents_move_fewer_rows_than_whole_shards():
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+    ("name", "stages"), [("flat", 0), ("flat", 2), ("hierarchical", 0), ("hierarchical", 4)]
 )
 def test_the_largest_shares_are_those_of_the_ranks(name, stages):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
     for layout_name, options, heads in CASES:
         layout = layout_of(layout_name, options[0])
-        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads, stages=stages))
+        sizes = {"heads": heads, "stages": stages, "stages_backward": stages}
+        schedule = make_schedule(exchange, ScheduleOptions(*options, **sizes))
         for masks in batches(layout.padded_seq).values():
             _, _, rows = plans(name, layout, options, heads, masks, stages)
             shares = np.array([of.shares for of in rows])
@@ -267,7 +274,8 @@ def test_an_index_moves_whole_blocks():
     layout = make_layout("striped", 4, SEQ, 32, unit=32)
     masks = batches(layout.padded_seq)["documents"]
     for rank in range(4):
-        of = CastRows.make(layout, masks, rank, [range(4)], block=32)
+        schedule = make_schedule("group_cast", ScheduleOptions(4, 4))
+        of, _ = CastRows.make(layout, masks, rank, schedule, 32)
         starts = of.keys.positions[::32]
         assert (starts % 32 == 0).all()
         np.testing.assert_array_equal(
@@ -284,7 +292,12 @@ def test_an_index_moves_whole_blocks():
         ("group_cast", ScheduleOptions(4, 4), ((3, 3),)),
         ("group_cast", ScheduleOptions(4, 4, heads=2), ((1, 1),)),
         ("hierarchical_group_cast", ScheduleOptions(6, 3), ((1, 1), (4, 4))),
-        ("hierarchical_group_cast", ScheduleOptions(6, 3, stages=3), ((1, 1), (2, 2), (2, 2))),
+        (
+            "hierarchical_group_cast",
+            ScheduleOptions(6, 3, stages=2, stages_backward=0),
+            ((2, 2), (1, 1), (2, 2), (1, 1), (4, 4)),
+        ),
+        ("group_cast", ScheduleOptions(6, 6, stages=2, stages_backward=2), ((2, 2), (3, 3))),
     ],
 )
 def test_whole_shards_bound_the_rows_of_any_mask(exchange, options, expected, monkeypatch):

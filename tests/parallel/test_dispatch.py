@@ -30,6 +30,7 @@ from mtrain_cli.parallel.dispatch import (
     seeds,
 )
 from mtrain_cli.parallel.layout import Balanced, make_layout
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import (
     Nodes,
     count_traffic,
@@ -155,13 +156,15 @@ def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, s
     ]
     chunk = 3 * 128
     dispatch = balance([masks], workers, chunk, per_node=per_node)
+    name = "hierarchical_group_cast" if per_node < workers else "group_cast"
+    schedule = make_schedule(name, ScheduleOptions(workers, per_node))
     sent = {"outer": np.zeros((workers, workers), int), "inner": np.zeros((workers, workers), int)}
     for rank in range(workers):
         node = rank // per_node * per_node
         peers = {"inner": range(node, node + per_node)}
         if per_node < workers:
             peers = {"outer": range(rank % per_node, workers, per_node)} | peers
-        rows = CastRows.make(layout_of(dispatch), masks, rank, list(peers.values()))
+        rows, _ = CastRows.make(layout_of(dispatch), masks, rank, schedule)
         for (level, among), cast in zip(peers.items(), rows.casts, strict=True):
             sent[level][rank, list(among)] = sequences * np.array(cast.sent)
     for level, moved in (("inner", dispatch.traffic.inner), ("outer", dispatch.traffic.outer)):

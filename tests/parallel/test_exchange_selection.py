@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -137,6 +138,24 @@ def test_the_smaller_payload_circulates(heads, kv_heads, circulates):
     )
 
 
+@pytest.mark.parametrize("exchange", ["ring", "hierarchical_ring", "all_gather", "group_cast"])
+def test_gradients_in_bfloat16_are_in_the_label_and_send_fewer_bytes(exchange):
+    needs, keys = replace(NEEDS, per_node=2, kv_heads=16), {"exchange": exchange}
+    rounded = choose_exchange(asked(**keys, gradient_dtype="bfloat16"), needs)
+    assert "gradients in bfloat16" in rounded.label
+    assert parse_label(rounded.label, 4, 2) == (exchange, rounded.options(4))
+    shares = ((Fraction(1), Fraction(1)),) * 3
+    sizes = replace(needs.sizes(needs.shard), casts=shares)
+    made = (make_schedule(exchange, replace(rounded.options(4), rounds=r)) for r in (False, True))
+    exact, less = (lower(schedule, 0, backward=True).sent(sizes) for schedule in made)
+    if rounded.queries_travel:
+        assert 0.7 < less / exact < 0.8  # 6 of 8 bytes, and statistics of rows
+    else:
+        assert less / exact == pytest.approx(2 / 3, abs=0.09)
+    alone = choose_exchange(asked(gradient_dtype="bfloat16"), replace(needs, workers=1, per_node=1))
+    assert not alone.rounds, "nothing travels"
+
+
 def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backward():
     """1M tokens, 32 heads of 128, 32 workers (BurstEngine, section 3.1); delta travels, not out."""
     sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2)
@@ -230,12 +249,6 @@ def test_columns_are_gathered_once_if_they_are_smaller_than_the_keys():
             {"tokens": 1 << 12},
             r"not with topology.exchange=auto \(here: all_gather\)",
         ),
-        (
-            {"exchange": "group_cast", "stages": 3},
-            {},
-            "topology.stages=3: works only with hierarchical_group_cast, not with "
-            "topology.exchange=group_cast",
-        ),
     ],
 )
 def test_invalid_settings_are_refused_with_the_allowed_values(keys, needs, message):
@@ -246,22 +259,26 @@ def test_invalid_settings_are_refused_with_the_allowed_values(keys, needs, messa
 @pytest.mark.parametrize(
     ("keys", "needs", "stages"),
     [
-        ({"exchange": "group_cast"}, {}, 1),
+        ({"exchange": "group_cast"}, {}, 0),
         ({"exchange": "group_cast", "stages": 2}, {}, 2),
-        ({"exchange": "group_cast", "stages": 2}, {"workers": 1, "per_node": 1}, 1),
-        ({"exchange": "group_cast", "stages": 2, "ulysses": 4}, {}, 1),
-        ({"exchange": "hierarchical_group_cast", "stages": 3}, {"per_node": 2}, 3),
-        ({"exchange": "hierarchical_group_cast", "stages": 3}, {}, 2),
-        ({"exchange": "ring", "stages": 1}, {}, 1),
+        ({"exchange": "group_cast", "stages": 16, "stages_backward": 1}, {}, 3),
+        ({"exchange": "group_cast", "stages": 2}, {"workers": 1, "per_node": 1}, 0),
+        ({"exchange": "group_cast", "stages": 2, "ulysses": 4}, {}, 0),
+        ({"exchange": "group_cast", "stages": 2, "ulysses": 2}, {}, 1),
+        ({"exchange": "hierarchical_group_cast", "stages": 3}, {"per_node": 2}, 2),
+        ({"exchange": "hierarchical_group_cast", "stages": 3}, {}, 3),
+        ({"exchange": "ring", "stages": 0}, {}, 0),
     ],
 )
 def test_a_group_cast_has_the_stages_that_its_workers_allow(keys, needs, stages):
     needs = replace(NEEDS, tokens=1 << 12, **needs)
     choice = choose_exchange(asked(**keys), needs)
-    assert choice.stages == stages
-    assert (f"{stages} stages" in choice.label) == (stages > 1)
+    backward = keys.get("stages_backward", 0)
+    assert (choice.stages, choice.stages_backward) == (stages, backward)
+    assert (f"{stages} stages of received keys" in choice.label) == (stages > 0)
+    assert (f"{backward} stages in backward" in choice.label) == (backward > 0)
     schedule = make_schedule(choice.name, choice.options(needs.workers))
-    assert schedule.stages == stages
+    assert (schedule.stages, schedule.stages_backward) == (stages, backward)
     if choice.channels:
         parsed = parse_label(choice.label, needs.workers, choice.per_node)
         assert parsed == (choice.name, choice.options(needs.workers))

@@ -39,10 +39,20 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("group_cast", 1, {"chunks": 2}),
     ("group_cast", 2, {}),
     ("hierarchical_group_cast", 1, {"chunks": 2}),
-    ("group_cast", 1, {"chunks": 2, "stages": 2}),
-    ("group_cast", 2, {"stages": 2}),
-    ("hierarchical_group_cast", 1, {"stages": 3}),
+    ("group_cast", 1, {"chunks": 2, "stages": 1, "stages_backward": 2}),
+    ("group_cast", 2, {"stages": 1, "stages_backward": 1}),
+    ("hierarchical_group_cast", 1, {"stages": 2, "stages_backward": 2}),
+    ("ring", 2, {"rounds": True}),
+    ("hierarchical_all_gather", 1, {"chunks": 2, "rounds": True}),
+    ("hierarchical_group_cast", 1, {"stages": 2, "stages_backward": 1, "rounds": True}),
 ]
+
+
+def shares_of(rows):
+    """Return the `ShardSizes.casts` of a rank."""
+    forward, backward = rows
+    same = len(forward.stages) == len(backward.stages)
+    return forward.shares if same else forward.shares + backward.shares
 
 
 def nbytes(found: Any) -> int:
@@ -73,7 +83,7 @@ def watched(
             assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
             for buffer in left:
                 found = self.tensors[buffer]
-                casts = () if self.tiles.rows is None else self.tiles.rows.shares
+                casts = () if self.tiles.rows is None else shares_of(self.tiles.rows)
                 moved = replace(sizes, casts=casts)
                 size = self.program.sizes[buffer].of(moved, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
@@ -177,6 +187,7 @@ def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(am
     dk, dv = torch.rand(2, 1, 96, 2, 4)
     run = object.__new__(Executor)
     run.tiles, run.high = ShardTiles({}, Placement(layout)), torch.float32
+    run.message_dtype = run.high
     made, cut_up, gathered, keys = (
         Kind.DKEYS.at(0),
         Kind.SHARDS.at(0),

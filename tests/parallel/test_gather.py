@@ -49,17 +49,20 @@ def test_a_part_of_the_heads_is_gathered_while_the_one_before_is_computed(name):
         assert coming == [{(0, 3), (1, 3)}, {(2, 3)}, set()]
 
 
-@pytest.mark.parametrize(("stages", "per_node", "found"), [(2, 4, 2), (3, 2, 3), (3, 4, 2)])
+CUTS = [(1, 4, 1), (2, 2, 2), (3, 2, 2), (5, 4, 3)]
+
+
+@pytest.mark.parametrize(("stages", "per_node", "found"), CUTS)
 def test_stages_divide_the_keys_of_a_part(stages, per_node, found):
     """Forward begins with a rank's own keys, backward ends with them."""
-    options = ScheduleOptions(4, per_node, chunks=2, stages=stages)
+    options = ScheduleOptions(4, per_node, chunks=2, stages=stages, stages_backward=stages)
     schedule = make_schedule("hierarchical_group_cast", options)
     assert schedule.stages == found
     for rank in range(4):
         for steps, order in ((schedule.forward[rank], 1), (schedule.backward[rank], -1)):
             for part in range(2):
                 of_part = [step for step in steps if step.part == (part, 2)]
-                assert [step.stage for step in of_part] == list(range(found))[::order]
+                assert [step.stage for step in of_part] == list(range(found + 1))[::order]
                 assert sorted(key for step in of_part for key in step.keys) == list(range(4))
                 (own,) = (step for step in of_part if step.stage == 0)
                 assert (own.keys, own.wait, own.send) == ((rank,), (), ())
@@ -222,8 +225,12 @@ def order(program: Program, *kinds: type) -> list[str]:
     return names
 
 
+def staged(stages: int, per_node: int, **more: int) -> ScheduleOptions:
+    return ScheduleOptions(4, per_node, stages=stages, stages_backward=stages, **more)
+
+
 def test_the_next_part_of_the_heads_is_cast_during_a_part():
-    schedule = make_schedule("group_cast", ScheduleOptions(4, 4, chunks=2, stages=2))
+    schedule = make_schedule("group_cast", staged(1, 4, chunks=2))
     assert order(lower(schedule, 1), Post, Wait, Compute) == [
         *("post 0", "own", "post 1", "wait 0", "received", "own", "wait 1", "received")
     ]
@@ -234,52 +241,54 @@ def test_the_next_part_of_the_heads_is_cast_during_a_part():
 
 
 def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
-    schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
+    schedule = make_schedule("hierarchical_group_cast", staged(2, 2))
     program = lower(schedule, 1)
-    assert [op.keys for op in program.computes] == [Shard(1), Stage(1), Stage(2)]
+    assert [op.keys for op in program.computes] == [Shard(1), Stage(1, 2), Stage(2, 2)]
     posts = {post.cast: post for post in program.posts}
-    assert posts[0].transfer.peers == (1, 3)
-    assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (1, 2)] == [
+    assert posts[1].transfer.peers == (1, 3)
+    assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (0, 2)] == [
         ((0, 1), (1,)),
         ((0, 1), (3,)),
     ]
     assert [post.reads for post in program.posts] == [
         (Kind.KV.of(1),),
         (Kind.KV.of(1),),
-        (Kind.KV.of(1), Kind.GATHERED.at(0)),
+        (Kind.KV.of(1), Kind.GATHERED.at(1)),
     ]
     merged = copies(program, MergeStage)
     assert [op.reads for op in merged] == [
-        (Kind.GATHERED.at(1),),
-        (Kind.GATHERED.at(0), Kind.GATHERED.at(2)),
+        (Kind.GATHERED.at(0),),
+        (Kind.GATHERED.at(1), Kind.GATHERED.at(2)),
     ]
-    assert [op.moves.of(CASTS) for op in merged] == [2 * 2 * 320 * 2, 2 * 2 * 320 * (1 + 3)]
+    assert [op.moves.of(CASTS) for op in merged] == [2 * 2 * 320, 2 * 2 * 320 * (2 + 3)]
 
 
 def test_gradients_of_other_nodes_leave_first():
-    schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
+    schedule = make_schedule("hierarchical_group_cast", staged(2, 2))
     program = lower(schedule, 1, backward=True)
-    assert [op.keys for op in program.computes] == [Stage(2), Stage(1), Shard(1)]
+    assert [op.keys for op in program.computes] == [Stage(2, 2), Stage(1, 2), Shard(1)]
     posts = [post for post in program.posts if post.transfer.payload == DKV]
     assert [(post.cast, post.reads) for post in posts] == [
         (2, (Kind.ROWS.at(0),)),
-        (0, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
-        (1, (Kind.ROWS.at(0),)),
+        (1, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
+        (0, (Kind.ROWS.at(0),)),
     ]
     reduces = [op for op in program.operations if isinstance(op, ReduceRows)]
     assert sorted((op.cast, op.reads) for op in reduces) == [
-        (0, (Kind.RETURNED.at(4),)),
-        (1, (Kind.RETURNED.at(5),)),
+        (0, (Kind.RETURNED.at(5),)),
+        (1, (Kind.RETURNED.at(4),)),
     ]
-    (added,) = copies(program, AddDq)
-    assert added.reads == (buffers.Q, Kind.DQ.at(0), Kind.DQ.at(1), Kind.DQ.at(2))
+    total = Kind.DQ_SUM.at(0)
+    first, *later = [op.reads for op in copies(program, AddDq)]
+    assert first == (buffers.Q, Kind.DQ.at(0))
+    assert later == [(buffers.Q, Kind.DQ.at(n), total) for n in (1, 2)]
     (own,) = copies(program, OwnRows)
     assert own.reads == (Kind.ROWS.at(0), Kind.DKEYS.at(2))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_each_stage_is_charged_for_its_own_rows(chunks):
-    schedule = make_schedule("group_cast", ScheduleOptions(4, 4, chunks=chunks, stages=2))
+    schedule = make_schedule("group_cast", staged(1, 4, chunks=chunks))
     sizes = replace(CASTS, casts=CASTS.casts[2:])
     program = lower(schedule, 1, backward=True)
     split = copies(program, SplitRows)

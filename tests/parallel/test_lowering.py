@@ -43,7 +43,8 @@ def check(schedule: Schedule, rank: int) -> None:
             assert (op.queries, op.part) == (Shard(step.queries[0] // heads), step.part)
             keys = Whole() if schedule.gathers else Shard(step.keys[0] // heads)
             if step.stage is not None:
-                keys = Stage(step.stage) if step.stage else op.queries
+                of = schedule.stages_backward if backward else schedule.stages
+                keys = Stage(step.stage, of) if step.stage else op.queries
             assert op.keys == keys
             assert step is steps[at]
         assert [op.step for op in program.operations] == sorted(

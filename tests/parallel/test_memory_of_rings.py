@@ -38,6 +38,7 @@ def alone():
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("buffer", [0, 40 << 20])
 @pytest.mark.parametrize(
     ("name", "ranks", "per_node", "heads", "prefetch", "circulates"),
@@ -59,15 +60,14 @@ def alone():
     ],
 )
 def test_pool_and_peak_are_those_of_the_program(
-    name, ranks, per_node, heads, prefetch, circulates, buffer, monkeypatch
+    name, ranks, per_node, heads, prefetch, circulates, buffer, rounds, monkeypatch
 ):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     layout = make_layout("striped", ranks, TOKENS * ranks, BLOCK, unit=BLOCK)
     dims, cpu = ParallelDims.of(ranks, cp=ranks), torch.device("cpu")
     group = make_context_group(0, dims, cpu, per_node=per_node, heads=heads)
-    exchange = make_exchange(
-        name, layout, group, prefetch=prefetch, circulates=circulates, shared_columns=False
-    )
+    options = {"prefetch": prefetch, "circulates": circulates, "rounds": rounds}
+    exchange = make_exchange(name, layout, group, shared_columns=False, **options)
     mask = SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)
     tiles, kernel = Plan.make(exchange, [mask]).tiles, Whole(torch.float32, buffer)
     q, dout = (torch.randn(1, TOKENS, HEADS, DIM).bfloat16() for _ in range(2))
@@ -96,9 +96,7 @@ def test_pool_and_peak_are_those_of_the_program(
         "kernel_backward",
         lambda *_, **__: attention_memory.KernelBuffers(4, buffer),
     )
-    choice = ExchangeChoice(
-        name, "", min(per_node, ranks), heads=heads, prefetch=prefetch, circulates=circulates
-    )
+    choice = ExchangeChoice(name, "", min(per_node, ranks), heads=heads, **options)
     estimate = attention_memory.AttentionMemory(config, layout, choice, "flash4", 2)
     assert pool == estimate.pool
     # What is there before backward includes the pool.

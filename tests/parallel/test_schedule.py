@@ -38,8 +38,11 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
         for (name, traits), chunks in product(EXCHANGE_TRAITS.items(), (1, 2, 4)):
             options = ScheduleOptions(workers, per_node, chunks, prefetch, circulates, heads)
             if (circulates == KV and prefetch == 1) if traits.gathers else chunks == 1:
-                stages = (1, 2, 3)[: (2 + traits.hierarchical) if traits.by_mask else 1]
-                found += [(name, replace(options, stages=n)) for n in stages]
+                stages = ((0, 0), (1, 1), (2, 2), (3, 2), (0, 1))[: 5 if traits.by_mask else 1]
+                for forward, backward in stages:
+                    of_both = replace(options, stages=forward, stages_backward=backward)
+                    found.append((name, of_both))
+                found.append((name, replace(options, rounds=True)))
     return [
         (name, o)
         for name, o in found

@@ -29,13 +29,17 @@ class Way:
     circulates: str = "kv"
     heads: int = 1
     shared_columns: bool = True
-    stages: int = 1
+    stages: int = 0
+    stages_backward: int | None = None  # None: those of forward
+    rounds: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `make_exchange`."""
-        names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
-        return {name: getattr(self, name) for name in names}
+        names = "chunks", "prefetch", "circulates", "stages", "shared_columns", "rounds"
+        options = {name: getattr(self, name) for name in names}
+        later = self.stages if self.stages_backward is None else self.stages_backward
+        return options | {"stages_backward": later}
 
     def __str__(self) -> str:
         more = " ".join(map(str, self.options.values()))

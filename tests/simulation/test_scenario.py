@@ -112,7 +112,7 @@ def dense(*words: str) -> Scenario:
 
 @pytest.mark.parametrize("exchange", ["ring", "group_cast"])
 def test_layers_with_different_masks_are_priced_per_kind(exchange):
-    cluster, one = load_cluster("h200_1x8"), ["topology.stages=1"]
+    cluster, one = load_cluster("h200_1x8"), ["topology.stages=0", "topology.stages_backward=0"]
     window = [*one, "mask=sliding_window", "mask.window=1k"]
     found = {
         name: predict_training(cluster, dense(*words), 4, "zigzag", exchange, rows=True).attention

@@ -34,9 +34,9 @@ WAYS = (
     Way("all_gather"),
     Way("all_gather", chunks=2),
     Way("hierarchical_all_gather", per_node=2, chunks=2),
-    Way("group_cast", chunks=2, stages=2),
-    Way("group_cast", heads=2, stages=2),
-    Way("hierarchical_group_cast", per_node=2, stages=3),
+    Way("group_cast", chunks=2, stages=1),
+    Way("group_cast", heads=2, stages=1),
+    Way("hierarchical_group_cast", per_node=2, stages=2),
     Way("ring"),
     Way("ring", prefetch=2, shared_columns=False),
     Way("ring", circulates="queries"),
@@ -63,14 +63,7 @@ def exchange_of(way: Way, layout: Layout, rank: int) -> Exchange:
             min(max(1, per_node // way.heads), groups),
         )
         group = replace(group, heads=way.heads, exchange=inner)
-    options = {
-        "chunks": way.chunks,
-        "prefetch": way.prefetch,
-        "circulates": way.circulates,
-        "shared_columns": way.shared_columns,
-        "stages": way.stages,
-    }
-    return make_exchange(way.exchange, layout, group, **options)  # type: ignore[arg-type]
+    return make_exchange(way.exchange, layout, group, **way.options)
 
 
 def masks_of(kind: str, padded: int, seq: int = SEQ, batch: int = 3) -> list[SequenceMask]:

@@ -25,8 +25,11 @@ EXCHANGES = {
     "all_gather": ["contiguous"],
     "hierarchical_all_gather": ["balanced"],
     "ulysses": ["striped"],
-    "group_cast": ["zigzag", "balanced", "balanced topology.stages=2", "striped topology.chunks=2"],
-    "hierarchical_group_cast": ["balanced", "contiguous topology.stages=3"],
+    "group_cast": ["zigzag", "balanced", "balanced topology.stages=1", "striped topology.chunks=2"],
+    "hierarchical_group_cast": [
+        "balanced",
+        "contiguous topology.stages=2",
+    ],
 }
 
 

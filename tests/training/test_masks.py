@@ -43,7 +43,7 @@ WAYS = {
     "blocks": ["topology.exchange=ulysses"],
     "chunks": ["topology.exchange=group_cast", "topology.layout=balanced"],
     "video": ["topology.exchange=group_cast", "topology.layout=balanced"],
-    "dilated": ["topology.exchange=group_cast", "topology.layout=zigzag", "topology.stages=2"],
+    "dilated": ["topology.exchange=group_cast", "topology.layout=zigzag", "topology.stages=1"],
 }
 
 

@@ -1,4 +1,4 @@
-"""``topology.stages=auto`` compares the times of 1, 2 and 3 stages, and states them."""
+"""``topology.stages=auto`` compares the times of several numbers of stages, and states them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 from mtrain_cli import resource_dir
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.training import layout_choice
+from mtrain_cli.training import layout_choice, stage_prices
 from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.stage_prices import PricedStages
 
 WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
 
 
 @pytest.fixture(autouse=True)
 def no_remembered_times():
-    layout_choice._mean_seconds.cache_clear()
+    stage_prices.static_stages.cache_clear()
     yield
-    layout_choice._mean_seconds.cache_clear()
+    stage_prices.static_stages.cache_clear()
 
 
 @pytest.fixture
@@ -44,25 +45,28 @@ def exchange(*words: str, cluster: str = "h100_4x8"):
 
 def test_slow_links_get_stages_and_fast_links_do_not(slow):
     fast = exchange(*WINDOW)
-    assert (fast.name, fast.stages) == ("hierarchical_group_cast", 1)
+    assert (fast.name, fast.stages) == ("hierarchical_group_cast", 0)
     staged = exchange(*WINDOW, cluster=slow)
     assert staged.name == fast.name
-    assert staged.stages > 1
-    assert f"{staged.stages} stages" in staged.label
+    assert min(staged.stages, staged.stages_backward) > 0
+    assert f"{staged.stages} stages of received keys" in staged.label
+    given = exchange(*WINDOW, "topology.stages=3", cluster=slow)
+    assert (given.stages, given.stages_backward) == (3, staged.stages_backward)
 
 
-def test_the_reason_states_all_times_and_the_smallest_wins(slow):
+def test_the_reason_states_the_times_and_the_smallest_wins(slow):
     chosen = exchange(*WINDOW, cluster=slow)
     found = re.search(
-        r"moves the rows .*; with (\d) stages, attention of a layer takes (\S+) ms, "
-        r"(\S+) ms with 1 stage and (\S+) ms with \d stages "
+        r"moves the rows .*; with (\d) stages? and (\d) in backward, attention of a layer takes "
+        r"(\S+) ms, (.*) in both passes "
         r"\(topology\.stages=auto, predicted for the links of topology\.cluster=\S+\)$",
         chosen.reason,
     )
     assert found is not None, chosen.reason
-    stages, best, *others = map(float, found.groups())
-    assert stages == chosen.stages
-    assert best < min(others)
+    assert (int(found[1]), int(found[2])) == (chosen.stages, chosen.stages_backward)
+    others = {n: float(ms) for ms, n in re.findall(r"(\S+) ms with (\d)", found[4])}
+    assert "0" in others
+    assert float(found[3]) <= min(others.values())
 
 
 @pytest.mark.parametrize("layout", ["auto", "zigzag", "balanced"])
@@ -82,13 +86,12 @@ def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
             assert "attention of a layer takes" in choice.reason
 
 
-@pytest.mark.parametrize(("seconds", "stages"), [(0.979, 2), (0.98, 1), (0.981, 1), (1.5, 1)])
-def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
-    times = {1: 1.0, 2: seconds, 3: 2.0}
-    monkeypatch.setattr(
-        layout_choice, "attention_seconds", lambda schedule, *_: times[schedule.stages]
-    )
-    assert exchange(*WINDOW).stages == stages
+@pytest.mark.parametrize(("seconds", "stages"), [(0.979, 1), (0.98, 0), (0.981, 0), (1.5, 0)])
+def test_stages_must_win_by_two_percent_in_each_pass(seconds, stages):
+    slow, fast = {0: 1.0, 1: seconds, 2: 2.0}, {0: 1.0, 1: 1.1, 2: 0.5}
+    assert PricedStages(slow, fast).best == (stages, 2)
+    assert PricedStages(fast, slow).best == (2, stages)
+    assert PricedStages(fast, slow, (1, None)).best == (1, stages), "given in forward"
 
 
 @pytest.mark.parametrize(
@@ -96,24 +99,25 @@ def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
     [
         ("topology.exchange=ring",),
         ("topology.exchange=group_cast", "sparsity=vertical_slash"),
-        ("topology.exchange=group_cast", "topology.stages=2"),
+        ("topology.exchange=group_cast", "topology.stages=2", "topology.stages_backward=0"),
     ],
 )
 def test_only_auto_stages_of_dense_group_casts_are_priced(monkeypatch, words):
-    monkeypatch.delattr(layout_choice, "attention_seconds")
+    monkeypatch.delattr(layout_choice, "static_stages")
     found = exchange("seq=32k", *words)
     assert "stage" not in found.reason
-    assert found.stages == (2 if "topology.stages=2" in words else 1)
+    assert found.stages == (2 if "topology.stages=2" in words else 0)
 
 
 def test_layers_with_different_masks_share_their_mean_time(monkeypatch):
-    """With every second layer full, half of the layers take the time of each mask."""
+    """With every sixth layer full, most of the layers take the time of a window."""
     pairs = []
-    monkeypatch.setattr(
-        layout_choice,
-        "attention_seconds",
-        lambda _, __, masks, *___: pairs.append(masks[0].pairs) or float(masks[0].pairs),
-    )
+
+    def of(_, __, masks):
+        pairs.append(masks[0].pairs)
+        return PricedStages({0: float(masks[0].pairs)}, {0: 0.0})
+
+    monkeypatch.setattr(stage_prices.StagePrices, "of", of)
     words = ("topology.exchange=group_cast", "topology.layout=zigzag")
     window = ("seq=32k", "mask=sliding_window", "mask.window=1k", "mask.full_every=6")
     found = exchange(*window, *words)
