@@ -96,6 +96,8 @@ class FailureChannel:
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
+        # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
+        self._tells = job.rank in (1, job.local_world_size)
         self._write(f"{token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
@@ -130,7 +132,7 @@ class FailureChannel:
             exit_now(verdict[0])
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
-            if self._rank == 1:
+            if self._tells:
                 records = _records(self._logs, self._world_size)
                 where = progress_record.activity_lines(records, [0], time.time())
                 print_cause(_lost(0, self._address), where)

@@ -102,7 +102,7 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
             lambda failure, *_: printed.append((failure.rank, failure.message)),
         )
         mine = FailureChannel(
-            SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
+            replace(job_at("127.0.0.1", nodes=1), rank=1),
             RankZeroDuties(lambda: None),
         )
         connection, _ = rank_0.accept()
@@ -119,6 +119,23 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
 def _fails(mine: FailureChannel, kind: str) -> None:
     with contextlib.suppress(Left):
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
+
+
+@pytest.mark.parametrize(("rank", "tells"), [(1, True), (2, True), (3, False)])
+def test_a_rank_on_another_node_tells_if_the_first_node_is_lost(monkeypatch, rank, tells):
+    printed, ended = [], threading.Event()
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: ended.set())
+    monkeypatch.setattr(
+        failure_channel, "print_cause", lambda failure, *_: printed.append(failure.rank)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as rank_0:
+        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
+        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        two_nodes = replace(job_at("127.0.0.1", nodes=2), world_size=4, local_world_size=2)
+        FailureChannel(replace(two_nodes, rank=rank), RankZeroDuties(lambda: None))
+        rank_0.accept()[0].close()
+        assert ended.wait(10)
+    assert printed == [0] * tells
 
 
 def test_a_rank_that_comes_after_rank_0_has_ended_says_so_in_one_line(monkeypatch):
