@@ -332,6 +332,20 @@ def _unseal(name: str, content: bytes) -> str:
     return text
 
 
+def leave_word(key: str, text: str) -> None:
+    """Leave a text in the job's store, for `find_word` on another rank. "" takes it back."""
+    if (job := current_job()) is not None:
+        job_store(job).set(key, _seal(key, text))
+
+
+def find_word(key: str) -> str:
+    """Return the text that a rank has left, without waiting for one; "" if there is none."""
+    job = current_job()
+    if job is None or not (store := job_store(job)).check([key]):
+        return ""
+    return _unseal(key, store.get(key))
+
+
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 

@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.job import find_word, leave_word
 from mtrain_cli.launch.manifest import NAME as MANIFEST
 from mtrain_cli.launch.manifest import (
     Manifest,
@@ -45,6 +47,7 @@ _POLL_S = 1.0
 _SMALL_FILES_S = 60.0  # from one look at metrics.jsonl and the like to the next
 _LATE_S = 60.0  # for a checkpoint to be seen on other nodes
 _OTHER_NODES_S = 600.0  # to wait for the files of other nodes
+_FAILED_NODE_S = 15.0  # to wait for a node that says it failed, and may be about to try again
 _QUIET_S = 5.0  # to wait without a line
 END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_FAILURE_S = 120.0
@@ -238,7 +241,8 @@ class RunCopy(Callback):
         try:
             if self._place.read(prefix + MANIFEST) != content:
                 mark = hashlib.sha256(content).hexdigest().encode()
-                self._send_files(manifest, mark, held, prefix)
+                with self._telling_first(manifest, mark):
+                    self._send_files(manifest, mark, held, prefix)
                 if self._first:
                     self._wait_for_nodes(manifest, mark, prefix)
                     self._place.write(prefix + MANIFEST, content)
@@ -269,6 +273,21 @@ class RunCopy(Callback):
         if len(self._ranks) < manifest.workers:
             self._place.write(own, mark)
 
+    @contextlib.contextmanager
+    def _telling_first(self, manifest: Manifest, mark: bytes) -> Iterator[None]:
+        """Tell the first node if the files of this one do not come, so that it need not wait."""
+        if self._first or len(self._ranks) == manifest.workers:
+            yield
+            return
+        leave_word(_word(mark), "")
+        try:
+            yield
+        except Exception as error:
+            leave_word(
+                _word(mark), f"rank {self._ranks[0]} on {socket.gethostname()}: {why(error)}"
+            )
+            raise
+
     def _is_own(self, name: str) -> bool:
         rank = _rank_of(name)
         return rank in self._ranks or (self._first and rank is None)
@@ -292,6 +311,7 @@ class RunCopy(Callback):
         Raise PlaceError if some do not come.
         """
         arrived, until = {None, *self._ranks}, time.monotonic() + _OTHER_NODES_S
+        failed = ""
         while True:
             there = self._place.files()
             for name in there:
@@ -306,7 +326,12 @@ class RunCopy(Callback):
             if not lacking:
                 return
             if time.monotonic() > until or all(map(self._is_own, lacking)):
-                raise PlaceError(f"{prefix}{lacking[0]} did not arrive")
+                raise PlaceError(failed or f"{prefix}{lacking[0]} did not arrive")
+            if self._ranks[-1] + 1 < manifest.workers and failed != (
+                word := find_word(_word(mark))
+            ):
+                failed = word
+                until = time.monotonic() + (_FAILED_NODE_S if word else _OTHER_NODES_S)
             time.sleep(_POLL_S)
 
     def _remove_superseded(self, step: int) -> None:
@@ -337,6 +362,11 @@ class RunCopy(Callback):
             raise
         except Exception as error:  # a page is no reason to lose a checkpoint
             self._say(f"no report page ({why(error)})", warning=True)
+
+
+def _word(mark: bytes) -> str:
+    """Return the key of the job's store at which a node says that it could not send files."""
+    return f"run.remote/{mark.decode()}"
 
 
 def _rank_of(name: str) -> int | None:

@@ -37,7 +37,7 @@ from nodes import faulty_store, node_runs
 from nodes.failure_kinds import KINDS, Kind, Moment
 from nodes.node_network import Network, why_not
 
-STEPS, EVERY = 12, 3
+STEPS, EVERY, KEPT = 12, 3, 6
 WORDS = [
     "model=tiny",
     "model.num_layers=2",
@@ -195,7 +195,8 @@ class Case:
         self.folder, self.per_node, self.outcome = folder, per_node, outcome
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        self.control, self.store = folder / "control.json", folder / "store"
+        self.controls = [folder / f"control-{node}.json" for node in range(network.count)]
+        self.store = folder / "store"
         self._undo: list[Callable[[], object]] = []
         self._children: list[subprocess.Popen[bytes]] = []
         for node in range(network.count):
@@ -204,11 +205,9 @@ class Case:
         self.words = campaign.words(*kind.words)
         if kind.store:
             url = kind.store.format(store=self.store)
-            self.words.append(f"run.remote={url}")
-        self.variables = {
-            "PACE_S": str(kind.pace_s or PACE_S),
-            faulty_store.VARIABLE: str(self.control),
-        }
+            kept = ["train.keep_checkpoints=1", f"train.keep_every={KEPT}"]
+            self.words += [f"run.remote={url}", *kept]
+        self.variables = {"PACE_S": str(kind.pace_s or PACE_S)}
         for prepare in kind.prepare:
             self._undo.append(prepare(self))
 
@@ -240,14 +239,26 @@ class Case:
                     found[int(ranks[0])] = pid
         return [found[rank] for rank in sorted(found)]
 
-    def fault(self, name: str | None, number: float = 0) -> None:
-        """Let the store fail, or end that."""
-        if name is None:
-            self.control.unlink(missing_ok=True)
-        else:
-            partial = self.control.with_suffix(".new")
-            partial.write_text(json.dumps({"fault": name, "number": number}))
-            partial.rename(self.control)
+    def fault(self, name: str | None, number: float = 0, node: int | None = None) -> None:
+        """Let the store fail, or end that. node: for which alone; None for all."""
+        for control in self.controls if node is None else [self.controls[node]]:
+            if name is None:
+                control.unlink(missing_ok=True)
+            else:
+                partial = control.with_suffix(".new")
+                partial.write_text(json.dumps({"fault": name, "number": number}))
+                partial.rename(control)
+
+    def own(self, **more: str) -> dict[int, dict[str, str]]:
+        """Return the variables of each rank."""
+        return {
+            rank: {
+                **self.variables,
+                faulty_store.VARIABLE: str(self.controls[rank // self.per_node]),
+                **more,
+            }
+            for rank in range(self.outcome.workers)
+        }
 
     # The course of a case.
 
@@ -282,6 +293,9 @@ class Case:
                     for node in range(self.network.count):
                         self.network.kill(node)
         if broken is None:
+            if any(codes):
+                outputs = "".join(path.read_text()[-500:] for path in attempt.outputs)
+                raise RuntimeError(f"{moment.text}: it failed before: {codes}: {outputs}")
             return False
         if undo is not None:
             undo[1]()
@@ -292,7 +306,9 @@ class Case:
         outcome.gone_s = round(time.monotonic() - broken, 2)
         outcome.orphans = len(left)
         text = "".join(path.read_text() for path in attempt.outputs)
-        outcome.traceback = "Traceback (most recent call last)" in text
+        # torchrun ends with one of its own.
+        frames = re.search(r"^Traceback .*\n(?:  .*\n)*?  File .*/mtrain_cli/", text, re.MULTILINE)
+        outcome.traceback = frames is not None
         outcome.reached = len(numbers(self.run_dir, loose=True))
         outcome.left = self._leftovers()
         return True
@@ -307,7 +323,10 @@ class Case:
         before, is_done = outcome.before, outcome.reached == STEPS and not any(outcome.codes)
         if kind.loses_machine:
             self.fault(None)
-            before = max(committed(self.store / "run"), default=-1)
+            there = committed(self.store / "run")
+            before = max(there, default=-1)
+            if kind.keeps and (missing := sorted({*range(KEPT, STEPS + 1, KEPT)} - {*there})):
+                outcome.unmet.append(f"the store does not keep steps {missing}")
             shutil.rmtree(self.run_dir)
             is_done = False
         text = ""
@@ -317,8 +336,7 @@ class Case:
                 words = [word for word in words if not word.startswith("run.remote=")]
             again = node_runs.start(
                 self.network, words, self.folder, self.per_node, again="again-",
-                own=dict.fromkeys(range(outcome.workers), self.variables | {"PACE_S": "0"}),
-                temporary=self.temporary,
+                own=self.own(PACE_S="0"), temporary=self.temporary,
             )  # fmt: skip
             codes = again.wait(_LIMIT_S)
             if codes is None:
@@ -348,9 +366,8 @@ class Case:
     def _start(self, words: Sequence[str]) -> Attempt:
         kind, folder = self.kind, self.folder
         if kind.how == "ranks":
-            own = dict.fromkeys(range(self.outcome.workers), self.variables)
             started = node_runs.start(
-                self.network, words, folder, self.per_node, own=own, temporary=self.temporary
+                self.network, words, folder, self.per_node, own=self.own(), temporary=self.temporary
             )
             return Attempt(self.network, folder, started.pids, started.outputs, started.wait)
         outputs = []
@@ -423,11 +440,14 @@ class Case:
         run, found = self.run_dir, []
         patterns = (
             "checkpoints/*.tmp*", "checkpoints/*.replaced", "uploading-*", "*.tmp*", ".*.tmp*",
-            "stop_request", "save_requests", "logs/*.activity", "logs/activity*",
+            "stop_request", "save_requests",
         )  # fmt: skip
         for pattern in patterns:
             found += [path.relative_to(self.folder).as_posix() for path in run.glob(pattern)]
-        found += [f"tmp/{path.name}" for path in self.temporary.iterdir()]
+        # torch keeps the cache that it makes when it is imported, torchrun its logs.
+        temporary = [path.name for path in self.temporary.iterdir()]
+        foreign = "torchinductor_", "torchelastic_"
+        found += [f"tmp/{name}" for name in temporary if not name.startswith(foreign)]
         found += [path.relative_to(self.folder).as_posix() for path in run.parent.glob(".*")]
         for node in range(self.network.count):
             memory = Path(f"/proc/{self.network.pid(node)}/root/dev/shm")

@@ -44,7 +44,7 @@ class Moment:
 
 
 def in_training(rng: random.Random, steps: int, _every: int) -> Moment:
-    step, seconds = rng.randrange(1, steps - 1), rng.uniform(0, 0.12)
+    step, seconds = rng.randrange(1, steps - 4), rng.uniform(0, 0.12)
 
     def holds(case: Any, _: float) -> bool:
         file = case.run_dir / "metrics.jsonl"
@@ -93,6 +93,7 @@ class Kind:
     loses_nothing: whether no step may be trained again. is_clean: whether nothing may be left
         behind even before the next start.
     store: URL of the copy. loses_machine: whether the run then goes on from the copy alone.
+    keeps: whether the copy must have all checkpoints of `train.keep_every` at the end.
     disk_kib: size of the run's disk, or of the store's (``full_store``), which ``act`` fills.
     """
 
@@ -111,6 +112,7 @@ class Kind:
     is_clean: bool = False
     store: str = ""
     loses_machine: bool = False
+    keeps: bool = False
     disk_kib: int = 0
     full_store: bool = False
     pace_s: float = 0.0
@@ -218,6 +220,12 @@ def _kill_agent(case: Any) -> Undo:
 def _fault(name: str, case: Any) -> Undo:
     number = {"nth": case.rng.randrange(1, 9), "from": case.rng.randrange(1, 9), "slow": 0.4}
     case.fault(name, number.get(name, 0))
+    case.outcome.victim = "run.remote="
+    return None
+
+
+def _fault_of_one_node(name: str, case: Any) -> Undo:
+    case.fault(name, 0, 1)
     case.outcome.victim = "run.remote="
     return None
 
@@ -357,30 +365,37 @@ KINDS: dict[str, Kind] = {
         says="^killed; ", ends_within_s=5, **_OWN,
     ),
     "torchrun: kill -9 of an agent": Kind(
-        4, _kill_agent, how="torchrun", shapes=((2, 1),), codes=(-KILL, 1), ends_within_s=60,
-        says="error: rank",
+        4, _kill_agent, how="torchrun", shapes=((2, 1),), codes=(-KILL, 1), ends_within_s=30,
+        says=r"^error: rank \d: its torchrun on node\d is gone", names_victim=True,
+        loses_nothing=True, is_clean=True,
     ),
     "the disk is full": Kind(
-        5, _fill, disk_kib=4000, says="was not saved", names_victim=True, codes=(0, 1), within_s=15,
-        pace_s=0.2,
+        5, _fill, disk_kib=24_000, says="was not saved", names_victim=True, codes=(0, 1),
+        within_s=15, pace_s=0.2,
     ),
     "the store refuses writes": Kind(
         5, partial(_fault, "refuse"), says=_COPY, names_victim=True, within_s=20, **_STORE
     ),
-    "the store fails at the n-th write": Kind(6, partial(_fault, "nth"), **_STORE),
+    "the store refuses the writes of one node": Kind(
+        4, partial(_fault_of_one_node, "refuse"), names_victim=True, within_s=35,
+        says=r"run\.remote=.*rank 1 on node1: AccessDenied", **_STORE | {"shapes": ((2, 1),)},
+    ),
+    "the store fails at the n-th write": Kind(6, partial(_fault, "nth"), keeps=True, **_STORE),
     "the store fails from the n-th write on": Kind(
         5, partial(_fault, "from"), says=_COPY, names_victim=True, within_s=25, **_STORE
     ),
     "the store is full": Kind(
-        4, _fill, disk_kib=4000, full_store=True, says=_COPY, names_victim=True, within_s=25,
+        4, _fill, disk_kib=40_000, full_store=True, says=_COPY, names_victim=True, within_s=25,
         **_STORE | {"store": "file://{store}"},
     ),
     "the store cannot be reached": Kind(
         5, partial(_fault, "away"), says=_COPY, names_victim=True, within_s=20, **_STORE
     ),
-    "the store cannot be reached for 3 s": Kind(4, partial(_fault_for, "away", 3.0), **_STORE),
-    "the store hangs for 6 s": Kind(4, partial(_fault_for, "hang", 6.0), **_STORE),
-    "the store is slow": Kind(4, partial(_fault, "slow"), **_STORE),
+    "the store cannot be reached for 3 s": Kind(
+        4, partial(_fault_for, "away", 3.0), keeps=True, **_STORE
+    ),
+    "the store hangs for 6 s": Kind(4, partial(_fault_for, "hang", 6.0), keeps=True, **_STORE),
+    "the store is slow": Kind(4, partial(_fault, "slow"), keeps=True, **_STORE),
     "kill -9 of all in an upload": Kind(
         8, _kill_all, in_an_upload, codes=(-KILL,), prepare=(_slow_store,),
         **_STORE | {"is_clean": False},

@@ -307,6 +307,36 @@ def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkey
     assert not run.warnings
 
 
+def test_a_node_that_cannot_send_tells_the_first_which_then_need_not_wait(
+    store, tmp_path, monkeypatch
+):
+    words, is_away = {}, True
+    monkeypatch.setattr(run_copy, "leave_word", words.__setitem__)
+    monkeypatch.setattr(run_copy, "find_word", lambda key: words.get(key, ""))
+    monkeypatch.setattr(run_copy, "_FAILED_NODE_S", 0.3)
+    monkeypatch.setattr(run_copy.socket, "gethostname", lambda: "node1")
+
+    def act(_, path):
+        if is_away and path.endswith("__1_0.distcp"):
+            raise PermissionError("AccessDenied")
+
+    recorded(monkeypatch, "put_file", act)
+    run = Run(tmp_path / "night", nodes=2)
+    run.save(2)
+    run.wait(lambda: len(run.warnings) == 2)
+    line = "it has no checkpoint; tried again with the next checkpoint"
+    assert sorted(run.warnings) == [
+        f"run.remote={URL}: failed (AccessDenied); {line}",
+        f"run.remote={URL}: failed (rank 1 on node1: AccessDenied); {line}",
+    ]
+    assert complete(store) == []
+    is_away = False
+    run.save(4)
+    run.wait(lambda: complete(store) == [4])
+    run.close()
+    assert len(run.warnings) == 2
+
+
 def manifests(store, run, step):
     """Return the manifest of a step at the store and here."""
     name = f"checkpoints/step-{step}/manifest.json"
