@@ -307,8 +307,15 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """Return a key that depends on the job's secret and on ``purpose``. None without a secret."""
+    """Return a key that depends on the job's secret and on ``purpose``. None without a secret.
+
+    Raises ConfigError if others can know the secret.
+    """
     secret = os.environ.get(SECRET, "")
+    if os.path.isfile(secret):
+        raise ConfigError(
+            f"{SECRET}: is the name of a file, which others can guess. Set it to what the file has."
+        )
     return _digest(secret, f"mtrain {purpose}") if secret else None
 
 

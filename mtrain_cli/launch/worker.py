@@ -135,6 +135,7 @@ def run_in_job(
         _require_same_versions(
             json.loads(decide_on_rank_zero(lambda: json.dumps(package_versions()))), job.rank
         )
+        _require_same_size(int(decide_on_rank_zero(lambda: str(job.local_world_size))), job)
         run_dir.path.mkdir(parents=True, exist_ok=True)
         with private_folder() as folder:
             (folder / "resolved.yaml").write_text(text)
@@ -270,6 +271,16 @@ def _require_same_versions(expected: dict[str, str], rank: int) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _require_same_size(expected: int, job: Job) -> None:
+    """Raise ConfigError if this machine has another number of ranks than rank 0's."""
+    if job.local_world_size != expected:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={job.local_world_size}: rank {job.rank} on {socket.gethostname()} "
+            f"was started with this value, rank 0 with {expected}. Start the same number on every "
+            "node."
+        )
 
 
 def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:

@@ -82,7 +82,6 @@ class RunCopy(Callback):
         self._seen = set(committed_steps(run_dir.path / "checkpoints"))
         self._failing = False  # whether the last attempt failed
         self._begun_step = -1  # the last one whose save has begun
-        self._has_id = False
         self._links = run_dir.path / f"uploading-{environment.rank}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="run.remote", daemon=True)
@@ -156,7 +155,6 @@ class RunCopy(Callback):
             )
         if theirs is None:
             self._place.write(ID, own.read_bytes())
-        self._has_id = True
 
     def _follow(self) -> None:
         shutil.rmtree(self._links, ignore_errors=True)  # of a run that was killed
@@ -204,8 +202,7 @@ class RunCopy(Callback):
             return
         self._tried = newest
         if self._first:
-            if not self._has_id:
-                self._claim()
+            self._claim()  # each time: a run that starts again may have taken the place
             self._send_small_files()
         if is_new and self._send_checkpoint(newest):
             self._sent = newest
@@ -244,7 +241,8 @@ class RunCopy(Callback):
                 with self._telling_first(manifest, mark):
                     self._send_files(manifest, mark, held, prefix)
                 if self._first:
-                    self._wait_for_nodes(manifest, mark, prefix)
+                    if not self._wait_for_nodes(manifest, mark, prefix):
+                        return False
                     self._place.write(prefix + MANIFEST, content)
             return True
         finally:
@@ -305,12 +303,13 @@ class RunCopy(Callback):
             return folder
         return self._links
 
-    def _wait_for_nodes(self, manifest: Manifest, mark: bytes, prefix: str) -> None:
+    def _wait_for_nodes(self, manifest: Manifest, mark: bytes, prefix: str) -> bool:
         """Wait until all files of a checkpoint are there, each from a node with this mark.
 
-        Raise PlaceError if some do not come.
+        Return False if a node sends a newer one instead. Raise PlaceError if some do not come.
         """
-        arrived, until = {None, *self._ranks}, time.monotonic() + _OTHER_NODES_S
+        arrived: set[int | None] = {None, *self._ranks}
+        until = time.monotonic() + _OTHER_NODES_S
         failed = ""
         while True:
             there = self._place.files()
@@ -324,7 +323,9 @@ class RunCopy(Callback):
                 if there.get(prefix + name) != entry.bytes or _rank_of(name) not in arrived
             ]
             if not lacking:
-                return
+                return True
+            if self._is_left_out(manifest.step, there, arrived):
+                return False
             if time.monotonic() > until or all(map(self._is_own, lacking)):
                 raise PlaceError(failed or f"{prefix}{lacking[0]} did not arrive")
             if self._ranks[-1] + 1 < manifest.workers and failed != (
@@ -333,6 +334,13 @@ class RunCopy(Callback):
                 failed = word
                 until = time.monotonic() + (_FAILED_NODE_S if word else _OTHER_NODES_S)
             time.sleep(_POLL_S)
+
+    def _is_left_out(self, step: int, there: dict[str, int], arrived: set[int | None]) -> bool:
+        """Return whether a node that is awaited has already sent a newer checkpoint."""
+        if step >= self._newest()[0] or is_kept(step, self._keep_every):
+            return False
+        newer = (f"checkpoints/step-{s}/" for s in steps(there, complete=False) if s > step)
+        return any(not arrived.issuperset(_marked(name, at)) for at in newer for name in there)
 
     def _remove_superseded(self, step: int) -> None:
         """Remove the checkpoints that this run has removed here, and older incomplete ones.
@@ -344,7 +352,9 @@ class RunCopy(Callback):
         removed = self._seen.difference(here) if here else set()
         complete = set(steps(there))
         for old in steps(there, complete=False):
-            if old < step and (old in removed or old not in complete):
+            # Other nodes may have sent theirs of one that stays, and this node does later.
+            is_due = old in here and is_kept(old, self._keep_every)
+            if old < step and not is_due and (old in removed or old not in complete):
                 self._place.remove_checkpoint(old, there)
 
     def _write_page(self) -> None:
