@@ -181,10 +181,13 @@ def _wrong_number_of_workers(
             f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
             f"auto or {job.world_size}."
         )
-    if job and job.world_size % job.local_world_size:
+    of_node = job.local_world_size if job else workers
+    if job and (
+        job.world_size % of_node or (of_node == job.world_size and job.local_rank != job.rank)
+    ):
         yield (
-            f"LOCAL_WORLD_SIZE={job.local_world_size}: {job.launcher} started {job.world_size} "
-            "processes in all. Start the same number on every node."
+            f"LOCAL_WORLD_SIZE={of_node}: this is process {job.local_rank} of its node, and rank "
+            f"{job.rank} of {job.world_size}. Start the same number on every node."
         )
     if job or (device == "cuda" and not gpus):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from mtrain_cli.launch.failure_channel import (
 )
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.job import PORT, SECRET
+from mtrain_cli.launch.progress_record import WorkerActivity
 
 
 def connected(hub: _Hub) -> socket.socket:
@@ -230,6 +232,43 @@ def test_ranks_get_the_code_at_once_if_another_one_never_connects(monkeypatch):
         rank_2.close()
         hub.thread.join(5)
         assert events == [1]
+
+
+@pytest.mark.parametrize("ahead", [{1: 5e3, 2: -5e3}, {1: -5e3, 2: 5e3}, {1: 0.0, 2: 0.0}])
+def test_the_earliest_failure_is_the_cause_whatever_the_clocks_of_the_machines_say(
+    monkeypatch, ahead
+):
+    causes, lines, records = [], [], {}
+
+    def exit_now(_):
+        hub._expected.clear()  # ends the thread of the hub
+
+    monkeypatch.setattr(failure_channel, "exit_now", exit_now)
+    monkeypatch.setattr(
+        failure_channel,
+        "print_cause",
+        lambda failure, where: (causes.append(failure.rank), lines.extend(where)),
+    )
+    monkeypatch.setattr(failure_channel, "_records", lambda *_: records)
+    monkeypatch.setattr(failure_channel, "CAUSE_GRACE_S", 0.5)
+    hub = _Hub(3, RankZeroDuties(lambda: None))
+    now = time.time()
+    records |= {r: WorkerActivity(now - 40 + clock, 3, "computes") for r, clock in ahead.items()}
+    with contextlib.ExitStack() as connections:
+        connections.callback(hub.thread.join, 15)
+        ranks = {rank: connections.enter_context(connected(hub)) for rank in range(3)}
+        for rank, connection in ranks.items():
+            clock = json.dumps({"clock": time.time() + ahead.get(rank, 0.0)})
+            connection.sendall(f"{hub.token} {rank}\n{clock}\n".encode())
+        for number, rank in enumerate((1, 2)):
+            failure = Failure(rank, 1, "peer lost", "lost", "trace", now + number + ahead[rank])
+            message = json.dumps({"failure": failure.record}).encode()
+            ranks[rank].sendall(message + b"\n")
+        for rank in (1, 2):
+            ranks[rank].recv(2)
+            ranks[rank].close()
+    assert causes == [1]
+    assert re.fullmatch(r"  all: training step 3, computes \(4\d s ago\)", *lines)
 
 
 def test_the_user_can_set_the_hubs_port(monkeypatch):
