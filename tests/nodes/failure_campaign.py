@@ -516,29 +516,28 @@ def committed(run_dir: Path) -> list[int]:
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows of the documents' table: a line for each kind."""
+    """Return the rows of the documents' table: a line for each kind, medians and (largest)."""
     lines = [
-        "| what fails | failures | said after, s | gone after, s | steps lost | unmet |",
+        "| what fails | times | said after, s | gone after, s | steps lost | unmet |",
         "|---|---|---|---|---|---|",
     ]
 
-    def spread(values: Sequence[float | None]) -> str:
+    def spread(values: Sequence[float | None], digits: int = 1) -> str:
         known = sorted(value for value in values if value is not None)
         if not known:
             return "-"
-        return f"{statistics.median(known):.1f} (at most {known[-1]:.1f})"
+        return f"{statistics.median(known):.{digits}f} ({known[-1]:.{digits}f})"
 
     by_kind = collections.defaultdict(list)
     for outcome in outcomes:
         by_kind[outcome["kind"]].append(outcome)
-    for name in KINDS:
+    for name, kind in KINDS.items():
         if rows := by_kind.get(name):
-            lines.append(
-                f"| {name} | {len(rows)} | {spread([row['said_s'] for row in rows])} "
-                f"| {spread([row['gone_s'] for row in rows])} "
-                f"| {statistics.mean(row['lost'] for row in rows):.1f} "
-                f"| {sum(bool(row['unmet']) for row in rows)} |"
-            )
+            said = spread([row["said_s"] for row in rows]) if kind.says else "-"
+            gone = spread([row["gone_s"] for row in rows]) if set(kind.codes) != {0} else "-"
+            lost = max(row["lost"] for row in rows)
+            broken = sum(bool(row["unmet"]) for row in rows)
+            lines.append(f"| {name} | {len(rows)} | {said} | {gone} | {lost} | {broken} |")
     return lines
 
 

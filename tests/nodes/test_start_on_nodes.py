@@ -191,7 +191,11 @@ def test_a_port_of_another_program_is_named(port, own, expected, text, tmp_path)
         ended = node_runs.train(network, words, tmp_path, own=own, check=False)
         program.kill()
         program.wait()
-    assert_refused(ended, expected, began)
+    assert ended.codes[0] == 2
+    assert 0 not in ended.codes
+    assert time.monotonic() - began < 60
+    (line,) = printed(ended)
+    assert line.startswith(expected)
 
 
 def wait_for_port(network: Network, port: int) -> None:
@@ -205,7 +209,7 @@ def wait_for_port(network: Network, port: int) -> None:
 @pytest.mark.parametrize(
     ("remote", "reason"),
     [
-        ("s3://bucket/runs", "cannot be used (Could not connect to the endpoint URL"),
+        ("s3://bucket/runs", "does not answer for 30 seconds"),
         ("file:///{0}/full", "cannot be used (No space left on device"),
         ("file:///proc/nowhere", "cannot be used (No such file or directory: /proc/nowhere"),
     ],
@@ -223,9 +227,8 @@ def test_a_store_that_cannot_be_used_is_named_before_the_first_step(
         ended = node_runs.train(network, words, tmp_path, own=own, check=False)
     assert ended.codes == [2, 2]
     assert time.monotonic() - began < 60
-    assert [line[: len(reason) + len(url) + 20] for line in ended.errors(0)] == [
-        f"error: run.remote={url}: {reason}"
-    ]
+    (line,) = ended.errors(0)
+    assert line.startswith(f"error: run.remote={url}: {reason}")
     assert not (tmp_path / "runs/run").exists()
 
 
