@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -246,6 +247,20 @@ def _fill(case: Any) -> Undo:
     return None
 
 
+def _limit_files(case: Any) -> Undo:
+    """Let one rank write no more than the first bytes of a file for a while."""
+    rank = case.rng.randrange(1, case.outcome.workers)
+    case.outcome.victim = f"rank {rank}: File too large"
+    pid = case.rank_pids[rank]
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+    return 1.5, end
+
+
 def _slow_store(case: Any) -> Callable[[], object]:
     case.fault("slow", 0.15)
     return lambda: None
@@ -367,6 +382,10 @@ KINDS: dict[str, Kind] = {
     "torchrun: kill -9 of an agent": Kind(
         4, _kill_agent, how="torchrun", shapes=((2, 1),), codes=(-KILL, 1), ends_within_s=30,
         says=r"^error: rank \d: its torchrun on node\d is gone", names_victim=True,
+        loses_nothing=True, is_clean=True,
+    ),
+    "a rank cannot write for 1.5 s": Kind(
+        5, _limit_files, says="was not saved", names_victim=True, within_s=5, pace_s=0.25,
         loses_nothing=True, is_clean=True,
     ),
     "the disk is full": Kind(

@@ -21,6 +21,7 @@ SHORT = [
     "launcher: kill -9 of it",
     "launcher: Ctrl-C",
     "torchrun: kill -9 of an agent",
+    "a rank cannot write for 1.5 s",
     "the disk is full",
     "the store refuses the writes of one node",
     "the store fails at the n-th write",
