@@ -204,10 +204,11 @@ class RunCopy(Callback):
         if self._first:
             self._claim()  # each time: a run that starts again may have taken the place
             self._send_small_files()
-        if is_new and self._send_checkpoint(newest):
+        is_sent = is_new and self._send_checkpoint(newest)
+        if is_sent:
             self._sent = newest
-            if self._first:
-                self._remove_superseded(newest[0])
+        if self._first and self._sent != _NONE and (is_sent or ended):  # training may remove later
+            self._remove_superseded(self._sent[0])
         for kept in [one for one in self._here() if is_kept(one[0], self._keep_every)]:
             if kept in {*self._kept, self._sent} or self._send_checkpoint(kept):
                 self._kept.add(kept)
