@@ -350,6 +350,10 @@ KINDS: dict[str, Kind] = {
     ),
     "a link is slow for 1 to 3 s": Kind(6, _slow_link, loses_nothing=True),
     "SIGTERM to all ranks": Kind(5, partial(_to_all, signal.SIGTERM), **_SIGNALS),
+    "SIGTERM to all ranks that start": Kind(
+        6, partial(_to_all, signal.SIGTERM), in_the_start, codes=(0, 143, -signal.SIGTERM),
+        ends_within_s=15, is_clean=True,
+    ),
     "SIGTERM to a rank": Kind(5, partial(_to_one, signal.SIGTERM), **_SIGNALS),
     "SIGTERM in a save": Kind(5, partial(_to_all, signal.SIGTERM), in_a_save, **_SIGNALS),
     "SIGINT to all ranks": Kind(4, partial(_to_all, signal.SIGINT), **_SIGNALS),
@@ -374,6 +378,10 @@ KINDS: dict[str, Kind] = {
     ),
     "launcher: Ctrl-C": Kind(
         3, lambda case: _to_the_launcher(case, signal.SIGINT), codes=(130,), **_SIGNALS, **_OWN
+    ),
+    "launcher: SIGTERM while it starts": Kind(
+        4, lambda case: _to_the_launcher(case, signal.SIGTERM), partial(in_the_start, most=9.0),
+        codes=(143, -signal.SIGTERM), ends_within_s=25, is_clean=True, **_OWN,
     ),
     "launcher: Ctrl-C twice": Kind(
         3, lambda case: _to_the_launcher(case, signal.SIGINT, signal.SIGINT), codes=(130,),
