@@ -362,6 +362,13 @@ def test_an_unreachable_address_means_all_interfaces(address):
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
+def test_a_secret_that_is_the_name_of_a_file_is_refused(monkeypatch):
+    monkeypatch.setenv("MTRAIN_SECRET", __file__)
+    with pytest.raises(ConfigError, match=r"^MTRAIN_SECRET: is the name of a file") as caught:
+        jobs.job_store.__wrapped__(Job("slurm", 0, 2, 0, 2, "127.0.0.1", 1))
+    assert __file__ not in str(caught.value)
+
+
 def test_decisions_of_rank_0_need_the_secret(monkeypatch):
     assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
     without = _seal("decision/1", "text").encode()
