@@ -117,6 +117,10 @@ class FailureChannel:
         self._failed = True
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
+        if self._watcher.is_alive() and failure.kind == "peer lost" and not failure.trace:
+            line = failure.message.removesuffix(".")
+            line += f". It may be rank 0, which has not answered for {VERDICT_WAIT_S:g} s."
+            failure = dataclasses.replace(failure, message=line)
         print_cause(failure)
         exit_now(2 if failure.kind == "config" else 1)
 
@@ -259,7 +263,11 @@ class _Hub:
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
-        silent = failures.find_silent_rank(self._failures, [], not_waiting)
+        # Or one that was stopped while it waited: it began as early as those that report a timeout.
+        first = min((records[rank].time for rank in reported & records.keys()), default=0.0)
+        early = {rank for rank in records if records[rank].time < first + CAUSE_GRACE_S / 2}
+        late = not_waiting or early & self._expected - reported
+        silent = failures.find_silent_rank(self._failures, [], [*late])
         cause = failures.find_cause([*self._failures, silent] if silent else self._failures)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
