@@ -419,7 +419,7 @@ class Case:
                     lines = file.read().decode(errors="replace").split("\n")[:-1]
                 for line in lines:
                     if pattern.search(line):
-                        return line.strip()[:300]
+                        return line.strip().replace(str(self.folder), "FOLDER")[:300]
         return ""
 
     def _orphans(self) -> list[int]:
