@@ -388,7 +388,7 @@ KINDS: dict[str, Kind] = {
         says="^killed; ", ends_within_s=5, **_OWN,
     ),
     "torchrun: kill -9 of an agent": Kind(
-        4, _kill_agent, how="torchrun", shapes=((2, 1),), codes=(-KILL, 1), ends_within_s=30,
+        4, _kill_agent, how="torchrun", shapes=((2, 1),), codes=(-KILL, 0, 1), ends_within_s=30,
         says=r"^error: rank \d: its torchrun on node\d is gone", names_victim=True,
         loses_nothing=True, is_clean=True,
     ),
