@@ -241,7 +241,8 @@ def _fill(case: Any) -> Undo:
     folder = case.store if case.kind.full_store else case.run_dir.parent
     free = os.statvfs(folder)
     spare = case.rng.choice((0, 4096, 65536))
-    with (folder / "filler").open("wb") as file:
+    # The run may take the rest meanwhile.
+    with contextlib.suppress(OSError), (folder / "filler").open("wb") as file:
         file.write(b"x" * max(0, free.f_bavail * free.f_frsize - spare))
     case.outcome.victim = "No space left on device"
     return None
@@ -412,8 +413,8 @@ KINDS: dict[str, Kind] = {
         5, partial(_fault, "from"), says=_COPY, names_victim=True, within_s=25, **_STORE
     ),
     "the store is full": Kind(
-        4, _fill, disk_kib=40_000, full_store=True, says=_COPY, names_victim=True, within_s=25,
-        **_STORE | {"store": "file://{store}"},
+        4, _fill, disk_kib=40_000, full_store=True, within_s=25,
+        says=r"run\.remote=.*No space left", **_STORE | {"store": "file://{store}"},
     ),
     "the store cannot be reached": Kind(
         5, partial(_fault, "away"), says=_COPY, names_victim=True, within_s=20, **_STORE
