@@ -225,7 +225,12 @@ class RunCopy(Callback):
                     self._sent_files[name] = facts
 
     def _send_checkpoint(self, chosen: tuple[int, int]) -> bool:
-        """Send a checkpoint, and return whether it is there. False if a newer one replaces it."""
+        """Send a checkpoint, and return whether it is there. False if a newer one replaces it.
+
+        The first node sends the metrics up to its step before it.
+        """
+        if self._first:
+            self._send_small_files()
         step = chosen[0]
         folder, prefix = self._folder / "checkpoints" / f"step-{step}", f"checkpoints/step-{step}/"
         try:

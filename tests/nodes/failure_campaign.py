@@ -534,7 +534,8 @@ def table(outcomes: Sequence[dict[str, Any]]) -> list[str]:
     for name, kind in KINDS.items():
         if rows := by_kind.get(name):
             said = spread([row["said_s"] for row in rows]) if kind.says else "-"
-            gone = spread([row["gone_s"] for row in rows]) if set(kind.codes) != {0} else "-"
+            ends = kind.ends_within_s or set(kind.codes) != {0}
+            gone = spread([row["gone_s"] for row in rows]) if ends else "-"
             lost = max(row["lost"] for row in rows)
             broken = sum(bool(row["unmet"]) for row in rows)
             lines.append(f"| {name} | {len(rows)} | {said} | {gone} | {lost} | {broken} |")

@@ -206,6 +206,29 @@ def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeyp
     assert not run.warnings
 
 
+def test_the_metrics_arrive_before_a_checkpoint_that_is_kept_meanwhile(
+    store, tmp_path, monkeypatch
+):
+    go_on, seen, original = threading.Event(), {}, run_place.RunPlace.write
+
+    def write(self, name, content):
+        if name.endswith("manifest.json"):
+            seen[name.split("/")[1]] = store.cat_file("/runs/night/metrics.jsonl")
+        original(self, name, content)
+
+    monkeypatch.setattr(run_place.RunPlace, "write", write)
+    recorded(monkeypatch, "put_file", lambda _, path: "step-2/" in path and go_on.wait(10))
+    kept = ["train.checkpoint_every=2", "train.keep_every=4"]
+    run = Run(tmp_path / "night", words=kept)
+    run.save(2)
+    time.sleep(0.1)
+    run.save(4)  # while the store gets the first one
+    go_on.set()
+    run.wait(lambda: complete(store) == [2, 4])
+    run.close()
+    assert seen["step-4"].splitlines()[-1] == b'{"step": 4}'
+
+
 def fail_while(condition):
     def act(number, path):
         if condition(number, path):
