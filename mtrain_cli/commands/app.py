@@ -40,7 +40,7 @@ from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import nearest
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import job_rank, tell_rank_zero
+from mtrain_cli.launch.job import job_rank, tell_the_others
 from mtrain_cli.printable import one_line, printable
 
 ORDER = (
@@ -107,8 +107,8 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         yield
     except ConfigError as error:
         _print_problems(error.problems)
-        if job_rank() and outer and outer.find_root().invoked_subcommand in _OF_JOBS:
-            tell_rank_zero(error.problems)
+        if outer and outer.find_root().invoked_subcommand in _OF_JOBS:
+            tell_the_others(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
         lines = str(error).splitlines()

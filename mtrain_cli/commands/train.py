@@ -11,7 +11,14 @@ import typer
 
 from mtrain_cli import install_command
 from mtrain_cli.commands.completion import complete_runs
-from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
+from mtrain_cli.commands.options import (
+    ConfigDir,
+    Overrides,
+    flag,
+    option,
+    warn,
+    warn_of_unused_settings,
+)
 from mtrain_cli.config import plugins
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError
@@ -101,7 +108,7 @@ def train(
                 huggingface.verify_sums(huggingface.HuggingFaceFolder(folder).path)
         _print_plan(config, words, config_dir, [] if no_data else _data_rows(config))
         return
-    raise typer.Exit(_launch(config, words, run_path, config_dir))
+    raise typer.Exit(_launch(config, words, run_path, config_dir, resume in (None, AUTO)))
 
 
 def _configuration(
@@ -351,8 +358,13 @@ def estimate(plan: RunPlan) -> StepEstimate:
 
 
 def _launch(
-    config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
+    config: Config,
+    overrides: list[str],
+    run_path: Path | None,
+    config_dir: Path | None,
+    by_itself: bool = True,
 ) -> int:
+    """Start the workers. by_itself: mtrain found the run to resume, which nobody named."""
     require_runnable(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.local import WARNED, launch
@@ -360,6 +372,7 @@ def _launch(
     steps = config.train.steps
     environment = checked_environment(config)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
+    resume = False
     if run_path is None:
         run = run_dir.create(config, overrides)
     else:
@@ -367,7 +380,10 @@ def _launch(
         run.require_steps_left(steps)
         if overrides:
             run = run.rewrite(config, overrides)
-    code = launch(run, environment, resume=run_path is not None, config=config)
+        if not (resume := run.has_checkpoint() or not by_itself):
+            # It was lost before its first checkpoint, and the command must not fail for ever.
+            warn([f"{run.path}: has no checkpoint yet; the run starts again from step 0"])
+    code = launch(run, environment, resume=resume, config=config)
     # After a warning, a script goes on to the next job. A study must not go on to the next cell.
     return 0 if code == WARNED and not run_dir.study_command(run.path) else code
 

@@ -176,6 +176,8 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Prob
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     if name == "cluster":
         return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
+    if name.startswith("MTRAIN_"):  # such as a secret, which a message must not repeat
+        return Problem(f"{name}: belongs in the environment; others can read command lines")
     bare = name.lstrip("-")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"

@@ -140,6 +140,11 @@ def resolve_environment(
     local_size = job.local_world_size if job else workers
     key, unit = "topology.gpus_per_node", f"{workers} workers"
     workers_per_node = _divisor(key, topology.gpus_per_node, workers, unit, problems, local_size)
+    if job and not problems and local_size < workers and local_size % workers_per_node:
+        problems.append(
+            f"{key}={workers_per_node}: {job.launcher} started {local_size} on each node. Use auto "
+            f"or one of {', '.join(map(str, _divisors(local_size)))}."
+        )
     dims = _parallel_dims(topology, workers, workers_per_node, problems)
     train, per_pass = config.train, dims.dp * config.train.micro_batch
     if not problems and train.global_batch % per_pass:
@@ -175,6 +180,14 @@ def _wrong_number_of_workers(
         yield (
             f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
             f"auto or {job.world_size}."
+        )
+    of_node = job.local_world_size if job else workers
+    if job and (
+        job.world_size % of_node or (of_node == job.world_size and job.local_rank != job.rank)
+    ):
+        yield (
+            f"LOCAL_WORLD_SIZE={of_node}: this is process {job.local_rank} of its node, and rank "
+            f"{job.rank} of {job.world_size}. Start the same number on every node."
         )
     if job or (device == "cuda" and not gpus):
         return

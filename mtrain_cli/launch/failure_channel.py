@@ -7,6 +7,7 @@ rank 0, which the system closes when the rank's process ends. Rank 0 then prints
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import ipaddress
 import json
 import os
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
@@ -29,6 +30,7 @@ from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, l
 from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.run_status import HEARTBEAT_S
 
+_Dated = TypeVar("_Dated", Failure, WorkerActivity)
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
@@ -96,7 +98,10 @@ class FailureChannel:
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
-        self._write(f"{token} {job.rank}")
+        # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
+        self._tells = job.rank in (1, job.local_world_size)
+        self._one_machine = job.local_world_size == job.world_size
+        self._write(f"{token} {job.rank}\n{json.dumps({'clock': time.time()})}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
@@ -112,6 +117,10 @@ class FailureChannel:
         self._failed = True
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
+        if self._watcher.is_alive() and failure.kind == "peer lost" and not failure.trace:
+            line = failure.message.removesuffix(".")
+            line += f". It may be rank 0, which has not answered for {VERDICT_WAIT_S:g} s."
+            failure = dataclasses.replace(failure, message=line)
         print_cause(failure)
         exit_now(2 if failure.kind == "config" else 1)
 
@@ -130,9 +139,11 @@ class FailureChannel:
             exit_now(verdict[0])
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
-            if self._rank == 1:
+            if self._tells:
                 records = _records(self._logs, self._world_size)
-                where = progress_record.activity_lines(records, [0], time.time())
+                # Records of other machines have the times of their clocks, so show no ages.
+                now = time.time() if self._one_machine else 0.0
+                where = progress_record.activity_lines(records, [0], now)
                 print_cause(_lost(0, self._address), where)
             exit_now(1)
 
@@ -164,6 +175,7 @@ class _Hub:
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
         self._greeted: set[int] = set()
+        self._ahead: dict[int, float] = {}  # seconds, of the clock of a rank's machine
         self._failures: list[Failure] = []
         host, self.port = self._server.getsockname()[:2]
         self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
@@ -227,11 +239,17 @@ class _Hub:
             self._greeted.add(peer.rank)
         for line in lines:
             message = json.loads(line)
-            if "done" in message:
+            if "clock" in message:
+                self._ahead[peer.rank] = message["clock"] - time.time()
+            elif "done" in message:
                 self._expected.discard(peer.rank)
             else:
                 failure = Failure(rank=peer.rank, exit_code=1, **message["failure"])
-                self._failures.append(failure)
+                self._failures.append(self._by_own_clock(peer.rank, failure))
+
+    def _by_own_clock(self, rank: int, dated: _Dated) -> _Dated:
+        """Return what another rank dated with a time of this machine's clock."""
+        return dataclasses.replace(dated, time=dated.time - self._ahead.get(rank, 0.0))
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -240,11 +258,16 @@ class _Hub:
 
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
-        records = _records(self._logs, self._world_size)
+        read = _records(self._logs, self._world_size)
+        records = {rank: self._by_own_clock(rank, record) for rank, record in read.items()}
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
-        silent = failures.find_silent_rank(self._failures, [], not_waiting)
+        # Or one that was stopped while it waited: it began as early as those that report a timeout.
+        first = min((records[rank].time for rank in reported & records.keys()), default=0.0)
+        early = {rank for rank in records if records[rank].time < first + CAUSE_GRACE_S / 2}
+        late = not_waiting or early & self._expected - reported
+        silent = failures.find_silent_rank(self._failures, [], [*late])
         cause = failures.find_cause([*self._failures, silent] if silent else self._failures)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1

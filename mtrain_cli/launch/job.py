@@ -10,8 +10,10 @@ import ipaddress
 import itertools
 import json
 import os
+import queue
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ _decisions = itertools.count()
 # Keys of the store before the first decision.
 _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
 _NOTE_TIMEOUT_S = 10.0
+_ANSWER_S = 30.0  # of a store that is there
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Job:
     @property
     def address(self) -> str:
         """Address at which all ranks reach rank 0: loopback if the job has only one machine."""
-        return "127.0.0.1" if self.local_world_size == self.world_size else self.master_addr
+        alone = self.local_world_size == self.world_size and self.local_rank == self.rank
+        return "127.0.0.1" if alone else self.master_addr
 
     @property
     def started_again(self) -> bool:
@@ -173,11 +177,16 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
+    shared_key("")  # refuses a secret that others know before anybody waits
     torchrun_serves = _torchrun_serves()
     try:
         serves = job.rank == 0 and not torchrun_serves
-        store = dist.TCPStore(
-            job.master_addr if torchrun_serves else job.address,
+        address = job.master_addr if torchrun_serves else job.address
+        if not serves:
+            _wait_for_port(address, job.master_port, STORE_TIMEOUT.total_seconds())
+        open_store = functools.partial(
+            dist.TCPStore,
+            address,
             job.master_port,
             job.world_size,
             is_master=serves,
@@ -186,6 +195,7 @@ def job_store(job: Job) -> Store:
             # Without a socket of ours, torch would listen on every interface.
             master_listen_fd=listen(job, job.master_port).detach() if serves else None,
         )
+        store = open_store() if serves or torchrun_serves else _answer(open_store)
         if not torchrun_serves:
             _meet(job, store)
     except (RuntimeError, OSError) as error:
@@ -199,18 +209,57 @@ def job_store(job: Job) -> Store:
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
 
+def _wait_for_port(address: str, port: int, seconds: float) -> None:
+    """Wait until a program listens. Raise OSError if none does. torch would print its attempts."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _answer(open_store: Callable[[], Store]) -> Store:
+    """Return what the function returns, or raise RuntimeError if that takes too long.
+
+    At another program, which does not answer, torch would wait without end.
+    """
+    opened: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            opened.put(open_store())
+        except Exception as error:  # the other thread raises it
+            opened.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        store = opened.get(timeout=_ANSWER_S)
+    except queue.Empty:
+        raise RuntimeError("another program may listen there: it does not answer") from None
+    if isinstance(store, Exception):
+        raise store
+    return store
+
+
 def _torchrun_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _meet(job: Job, store: Store) -> None:
-    """Wait on rank 0 for all ranks, or for a note of one that does not come (`tell_rank_zero`).
+    """Wait on rank 0 for all ranks, or for a note of one that does not come (`tell_the_others`).
 
     torchrun does this itself: where it serves the store, it ends all ranks after the first.
     """
     if job.rank:
         try:
             size = int(_unseal(_HELLO, store.get(_HELLO)))
+            if not size:
+                store.add(_NOTES, 1)
+                raise SystemExit(2)  # rank 0 has printed why
             if size != job.world_size:
                 name = "SLURM_NTASKS" if job.launcher == "slurm" else "WORLD_SIZE"
                 raise ConfigError(
@@ -257,24 +306,20 @@ def _note(content: bytes) -> list[str]:
     return [f"rank {rank}: {problem}" for problem in problems]
 
 
-def tell_rank_zero(problems: Iterable[str]) -> None:
+def tell_the_others(problems: Iterable[str]) -> None:
     """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise.
 
-    Give up if rank 0 does not open its store within `_NOTE_TIMEOUT_S`.
+    Give up if rank 0 does not open its store within `_NOTE_TIMEOUT_S`. Rank 0 itself turns away
+    all ranks that come within this time.
     """
     with contextlib.suppress(Exception):
         job = current_job()
-        if job is None or job.rank == 0 or _torchrun_serves() or job_store.cache_info().misses:
-            return  # or it has met rank 0, and has told it
-        end = time.monotonic() + _NOTE_TIMEOUT_S
-        while True:  # torch would print its attempts
-            try:
-                socket.create_connection((job.address, job.master_port), timeout=1).close()
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    return
-                time.sleep(0.1)
+        if job is None or _torchrun_serves() or job_store.cache_info().misses:
+            return  # or it has met the others, and has told them
+        if job.rank == 0:
+            _turn_away(job)
+            return
+        _wait_for_port(job.address, job.master_port, _NOTE_TIMEOUT_S)
         import torch.distributed as dist
 
         store = dist.TCPStore(
@@ -282,6 +327,19 @@ def tell_rank_zero(problems: Iterable[str]) -> None:
             timeout=timedelta(seconds=_NOTE_TIMEOUT_S), wait_for_workers=False,
         )  # fmt: skip
         _leave_note(job, store, problems)
+
+
+def _turn_away(job: Job) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        job.address, job.master_port, job.world_size, is_master=True, wait_for_workers=False,
+        master_listen_fd=listen(job, job.master_port).detach(),
+    )  # fmt: skip
+    store.set(_HELLO, _seal(_HELLO, "0"))
+    end = time.monotonic() + _NOTE_TIMEOUT_S
+    while store.add(_NOTES, 0) < job.world_size - 1 and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def listen(job: Job, port: int) -> socket.socket:
@@ -307,8 +365,15 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """Return a key that depends on the job's secret and on ``purpose``. None without a secret."""
+    """Return a key that depends on the job's secret and on ``purpose``. None without a secret.
+
+    Raises ConfigError if others can know the secret.
+    """
     secret = os.environ.get(SECRET, "")
+    if os.path.isfile(secret):
+        raise ConfigError(
+            f"{SECRET}: is the name of a file, which others can guess. Set it to what the file has."
+        )
     return _digest(secret, f"mtrain {purpose}") if secret else None
 
 
@@ -330,6 +395,20 @@ def _unseal(name: str, content: bytes) -> str:
             "Give all ranks the same one."
         )
     return text
+
+
+def leave_word(key: str, text: str) -> None:
+    """Leave a text in the job's store, for `find_word` on another rank. "" takes it back."""
+    if (job := current_job()) is not None:
+        job_store(job).set(key, _seal(key, text))
+
+
+def find_word(key: str) -> str:
+    """Return the text that a rank has left, without waiting for one; "" if there is none."""
+    job = current_job()
+    if job is None or not (store := job_store(job)).check([key]):
+        return ""
+    return _unseal(key, store.get(key))
 
 
 def decide_on_rank_zero(action: Callable[[], str]) -> str:

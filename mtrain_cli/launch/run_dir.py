@@ -122,6 +122,10 @@ class RunDir:
         """Return the step of the newest checkpoint, None without one. Does not check its files."""
         return next(iter(committed_steps(self.checkpoints)), None)
 
+    def has_checkpoint(self) -> bool:
+        """Return whether rank 0 sees a checkpoint. All ranks of a job call this."""
+        return decide_on_rank_zero(lambda: str(self.last_step() is not None)) == str(True)
+
     def last_commit(self) -> int:
         """Return when the newest checkpoint was completed, in ns of the disk's clock, or 0."""
         times = [0]

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import socket
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +152,8 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
     lock = run.path / LOCK
     try:
         holder = lock.read_text(errors="replace").strip()
-        silent = max(0.0, now - lock.stat().st_mtime)
+        dated = lock.stat().st_mtime
+        silent = max(0.0, now - dated)
     except OSError:
         return Liveness(False, "", None)
     host = re.fullmatch(r"process \d+ on (.+)", holder)
@@ -162,7 +164,16 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
         silent = min(silent, now - state.time) if state else silent
         alive = state is not None and state.phase not in ENDED and silent < SILENT_S
         return Liveness(alive, "", silent)
+    # The disk dates the lock, and its clock may differ from the one here.
+    silent = max(0.0, _disk_time(run.path, now) - dated)
     return Liveness(silent < SILENT_S, holder, silent)
+
+
+def _disk_time(folder: Path, now: float) -> float:
+    """Return the time by the clock that dates files in a folder; ``now`` if it is read-only."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+    return now
 
 
 def _is_held(lock: Path) -> bool:
@@ -218,7 +229,12 @@ def read_status(run: RunDir) -> RunStatus:
     now = time.time()
     life = check_liveness(run, now)
     # Read the state after the liveness. So if the run has ended, this is its last state.
-    written = read_state(run)
+    written, disk_now = read_state(run), now
+    if written is not None and written.host != socket.gethostname():
+        # Its times are by the clock of its machine, which wrote it when the disk dated it.
+        with contextlib.suppress(OSError):
+            disk_now = _disk_time(run.path, now)
+            now = disk_now - run.state.stat().st_mtime + written.time
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1].step if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
@@ -237,7 +253,7 @@ def read_status(run: RunDir) -> RunStatus:
     for saved in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):
             committed = manifest_file(run.checkpoints, saved).stat().st_mtime
-            checkpoint = NewestCheckpoint(saved, max(0.0, now - committed))
+            checkpoint = NewestCheckpoint(saved, max(0.0, disk_now - committed))
             break
     records = {}
     if what == "stalled" and written is not None and written.records:

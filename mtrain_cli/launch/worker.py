@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -34,6 +34,7 @@ from mtrain_cli.launch.environment import (
     resolve_environment,
 )
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -116,6 +117,7 @@ def run_in_job(
     remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None
+    agent_is_gone = _follow_agent()
     if job.local_world_size == job.world_size:
         for name, value in loopback_variables().items():
             os.environ.setdefault(name, value)
@@ -133,6 +135,7 @@ def run_in_job(
         _require_same_versions(
             json.loads(decide_on_rank_zero(lambda: json.dumps(package_versions()))), job.rank
         )
+        _require_same_size(int(decide_on_rank_zero(lambda: str(job.local_world_size))), job)
         run_dir.path.mkdir(parents=True, exist_ok=True)
         with private_folder() as folder:
             (folder / "resolved.yaml").write_text(text)
@@ -145,6 +148,9 @@ def run_in_job(
                 os.environ.setdefault(name, value)
         progress_record.start_record(record)
         _run_target(agreed, run_dir, environment, resume, target, job_store(job))
+        if agent_is_gone():
+            who = f"rank {job.rank}: its torchrun on {socket.gethostname()} is gone"
+            raise RunError(f"{who}, so the run has saved and stopped")
     except BaseException as error:
         failure = failures.failure_from(error)
         if failure.kind == "error":
@@ -157,6 +163,18 @@ def run_in_job(
         run_dir.forget_requests()
     # 0 after a requested stop, too: for any other code torchrun and srun kill or restart the rest.
     exit_now(0)
+
+
+def _follow_agent() -> Callable[[], bool]:
+    """Let the run save and stop if torchrun ends: nobody would end or restart this worker.
+
+    Return a function that says whether it has ended. False for ranks that torchrun did not start.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") is None or sys.platform != "linux":
+        return lambda: False
+    agent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return lambda: os.getppid() != agent
 
 
 def _resume_hint(run_dir: RunDir, job: Job) -> str:
@@ -253,6 +271,16 @@ def _require_same_versions(expected: dict[str, str], rank: int) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _require_same_size(expected: int, job: Job) -> None:
+    """Raise ConfigError if this machine has another number of ranks than rank 0's."""
+    if job.local_world_size != expected:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={job.local_world_size}: rank {job.rank} on {socket.gethostname()} "
+            f"was started with this value, rank 0 with {expected}. Start the same number on every "
+            "node."
+        )
 
 
 def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:

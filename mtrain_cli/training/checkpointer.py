@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -29,11 +30,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError, is_peer_loss
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -90,6 +90,7 @@ class Checkpointer:
         self._unusable: set[int] = set()  # newer than the step that was loaded
         self._saving: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._alone: RunError | None = None  # an error in a save that the other ranks do not have
         try:
             self._on_rank_0(self._clean_up)
         except _Failed as failed:
@@ -115,6 +116,7 @@ class Checkpointer:
         written = dcp.async_save(
             self._tensors(state),
             storage_writer=_CheckpointWriter(partial),
+            planner=_CheckpointPlanner(),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -215,9 +217,11 @@ class Checkpointer:
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 
     def _finish(self) -> CheckpointError | None:
-        """Wait for the save in progress. Return its error, or None."""
-        if self._saving is not None:
-            self._saving.join()
+        """Wait for the save in progress. Return its error, or None. Raise this rank's own."""
+        while self._saving is not None and self._saving.is_alive() and self._alone is None:
+            self._saving.join(0.5)
+        if self._alone is not None:
+            raise self._alone
         failure, self._saving, self._failure = self._failure, None, None
         return failure
 
@@ -225,7 +229,14 @@ class Checkpointer:
         """Wait in a thread for DCP's files, collect checksums, and let rank 0 rename the folder."""
 
         def own_files() -> dict[str, dict[str, int]]:
-            written.result()
+            try:
+                written.result()
+            except Exception as error:  # DCP raises a CheckpointException on all ranks
+                # The others wait for this rank in DCP, so the job must end.
+                if self._workers > 1 and not is_peer_loss(error):
+                    line = f"cannot save together with the other ranks ({_one_line(error)})"
+                    self._alone = RunError(f"{partial}: rank {self._rank} {line}")
+                raise
             paths = [*partial.glob(f"__{self._rank}_*")]
             if self._rank == 0:
                 paths.append(partial / checkpoint_files.METADATA)
@@ -396,19 +407,46 @@ class _Failed(Exception):
     """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this error."""
 
 
-class _CheckpointWriter(dcp.FileSystemWriter):
-    """DCP's writer, but a full disk raises OSError, not an error about a file position."""
+def _plainly(function: Callable[..., T]) -> Callable[..., T]:
+    """Let a step of DCP raise only what a pickle can carry, since DCP sends it to the other ranks.
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    They would wait for a rank that cannot send or read an error.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> T:
         try:
-            return super().write_data(plan, planner)
+            return function(*arguments, **options)
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror) from error
+                raise RuntimeError(_one_line(error)) from error
+            # A full disk is the cause of an error about a file position.
+            name = os.fspath(cause.filename) if cause is error and cause.filename else None
+            raise OSError(cause.errno, cause.strerror or str(cause), name) from error
+
+    return call
+
+
+class _CheckpointWriter(dcp.FileSystemWriter):
+    """DCP's writer, whose errors reach all ranks."""
+
+    set_up_storage_writer = _plainly(dcp.FileSystemWriter.set_up_storage_writer)
+    prepare_local_plan = _plainly(dcp.FileSystemWriter.prepare_local_plan)
+    prepare_global_plan = _plainly(dcp.FileSystemWriter.prepare_global_plan)
+    write_data = _plainly(dcp.FileSystemWriter.write_data)
+    finish = _plainly(dcp.FileSystemWriter.finish)
+
+
+class _CheckpointPlanner(DefaultSavePlanner):
+    """DCP's planner, whose errors reach all ranks."""
+
+    set_up_planner = _plainly(DefaultSavePlanner.set_up_planner)
+    create_local_plan = _plainly(DefaultSavePlanner.create_local_plan)
+    create_global_plan = _plainly(DefaultSavePlanner.create_global_plan)
+    finish_plan = _plainly(DefaultSavePlanner.finish_plan)
 
 
 def _read(

@@ -140,7 +140,7 @@ def fetch_run(config: Config) -> None:
 
     run = config.run
     given = fetched_run.folder_of(run.name) if run.dir == "auto" else Path(run.dir).expanduser()
-    fetched_run.fetch(str(run.remote), given)
+    fetched_run.fetch(str(run.remote), given, starts=True)
 
 
 def require_remote(config: Config) -> None:

@@ -30,25 +30,29 @@ def folder_of(run: str) -> Path:
     return RUNS / run if is_name else folder
 
 
-def fetch(remote: str, folder: Path) -> bool:
+def fetch(remote: str, folder: Path, *, starts: bool = False) -> bool:
     """Get a run with its newest intact checkpoint. In a job of several processes, rank 0 does.
 
     remote: `run.remote`. folder: of the run here; one with that checkpoint or a newer one stays.
-    Return whether the place has the run.
+    starts: whether a run may start in its place if that has no checkpoint. Return whether it has.
 
     Raises ConfigError if the place cannot be read or no checkpoint is intact.
     """
-    return decide_on_rank_zero(lambda: str(_fetch_here(remote, folder.absolute()))) == str(True)
+    found = decide_on_rank_zero(lambda: str(_fetch_here(remote, folder.absolute(), starts)))
+    return found == str(True)
 
 
-def _fetch_here(remote: str, folder: Path) -> bool:
+def _fetch_here(remote: str, folder: Path, starts: bool) -> bool:
     subject = f"run.remote={remote}"
     place = RunPlace(remote, folder)
     try:
         files = place.files()
-        if _RESOLVED not in files or not steps(files):
-            return False
         is_here = (folder / _RESOLVED).is_file()
+        if _RESOLVED not in files or not steps(files):
+            if starts and ID in files and not is_here:
+                place.remove(ID)  # a run that was lost so early must not block its name
+                say(f"{subject}: {place.url} has no complete checkpoint; the run starts again")
+            return False
         if is_here and not _is_newer(place, folder, files):
             return True
         _fetch(subject, place, folder, files, is_here)

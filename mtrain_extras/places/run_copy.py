@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.job import find_word, leave_word
 from mtrain_cli.launch.manifest import NAME as MANIFEST
 from mtrain_cli.launch.manifest import (
     Manifest,
@@ -45,6 +47,7 @@ _POLL_S = 1.0
 _SMALL_FILES_S = 60.0  # from one look at metrics.jsonl and the like to the next
 _LATE_S = 60.0  # for a checkpoint to be seen on other nodes
 _OTHER_NODES_S = 600.0  # to wait for the files of other nodes
+_FAILED_NODE_S = 5.0  # to wait for a node that says it failed, and may be about to try again
 _QUIET_S = 5.0  # to wait without a line
 END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_FAILURE_S = 120.0
@@ -79,7 +82,6 @@ class RunCopy(Callback):
         self._seen = set(committed_steps(run_dir.path / "checkpoints"))
         self._failing = False  # whether the last attempt failed
         self._begun_step = -1  # the last one whose save has begun
-        self._has_id = False
         self._links = run_dir.path / f"uploading-{environment.rank}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="run.remote", daemon=True)
@@ -153,7 +155,6 @@ class RunCopy(Callback):
             )
         if theirs is None:
             self._place.write(ID, own.read_bytes())
-        self._has_id = True
 
     def _follow(self) -> None:
         shutil.rmtree(self._links, ignore_errors=True)  # of a run that was killed
@@ -201,13 +202,13 @@ class RunCopy(Callback):
             return
         self._tried = newest
         if self._first:
-            if not self._has_id:
-                self._claim()
+            self._claim()  # each time: a run that starts again may have taken the place
             self._send_small_files()
-        if is_new and self._send_checkpoint(newest):
+        is_sent = is_new and self._send_checkpoint(newest)
+        if is_sent:
             self._sent = newest
-            if self._first:
-                self._remove_superseded(newest[0])
+        if self._first and self._sent != _NONE and (is_sent or ended):  # training may remove later
+            self._remove_superseded(self._sent[0])
         for kept in [one for one in self._here() if is_kept(one[0], self._keep_every)]:
             if kept in {*self._kept, self._sent} or self._send_checkpoint(kept):
                 self._kept.add(kept)
@@ -224,7 +225,12 @@ class RunCopy(Callback):
                     self._sent_files[name] = facts
 
     def _send_checkpoint(self, chosen: tuple[int, int]) -> bool:
-        """Send a checkpoint, and return whether it is there. False if a newer one replaces it."""
+        """Send a checkpoint, and return whether it is there. False if a newer one replaces it.
+
+        The first node sends the metrics up to its step before it.
+        """
+        if self._first:
+            self._send_small_files()
         step = chosen[0]
         folder, prefix = self._folder / "checkpoints" / f"step-{step}", f"checkpoints/step-{step}/"
         try:
@@ -238,9 +244,11 @@ class RunCopy(Callback):
         try:
             if self._place.read(prefix + MANIFEST) != content:
                 mark = hashlib.sha256(content).hexdigest().encode()
-                self._send_files(manifest, mark, held, prefix)
+                with self._telling_first(manifest, mark):
+                    self._send_files(manifest, mark, held, prefix)
                 if self._first:
-                    self._wait_for_nodes(manifest, mark, prefix)
+                    if not self._wait_for_nodes(manifest, mark, prefix):
+                        return False
                     self._place.write(prefix + MANIFEST, content)
             return True
         finally:
@@ -269,6 +277,21 @@ class RunCopy(Callback):
         if len(self._ranks) < manifest.workers:
             self._place.write(own, mark)
 
+    @contextlib.contextmanager
+    def _telling_first(self, manifest: Manifest, mark: bytes) -> Iterator[None]:
+        """Tell the first node if the files of this one do not come, so that it need not wait."""
+        if self._first or len(self._ranks) == manifest.workers:
+            yield
+            return
+        leave_word(_word(mark), "")
+        try:
+            yield
+        except Exception as error:
+            leave_word(
+                _word(mark), f"rank {self._ranks[0]} on {socket.gethostname()}: {why(error)}"
+            )
+            raise
+
     def _is_own(self, name: str) -> bool:
         rank = _rank_of(name)
         return rank in self._ranks or (self._first and rank is None)
@@ -286,12 +309,14 @@ class RunCopy(Callback):
             return folder
         return self._links
 
-    def _wait_for_nodes(self, manifest: Manifest, mark: bytes, prefix: str) -> None:
+    def _wait_for_nodes(self, manifest: Manifest, mark: bytes, prefix: str) -> bool:
         """Wait until all files of a checkpoint are there, each from a node with this mark.
 
-        Raise PlaceError if some do not come.
+        Return False if a node sends a newer one instead. Raise PlaceError if some do not come.
         """
-        arrived, until = {None, *self._ranks}, time.monotonic() + _OTHER_NODES_S
+        arrived: set[int | None] = {None, *self._ranks}
+        until = time.monotonic() + _OTHER_NODES_S
+        failed = ""
         while True:
             there = self._place.files()
             for name in there:
@@ -304,10 +329,24 @@ class RunCopy(Callback):
                 if there.get(prefix + name) != entry.bytes or _rank_of(name) not in arrived
             ]
             if not lacking:
-                return
+                return True
+            if self._is_left_out(manifest.step, there, arrived):
+                return False
             if time.monotonic() > until or all(map(self._is_own, lacking)):
-                raise PlaceError(f"{prefix}{lacking[0]} did not arrive")
+                raise PlaceError(failed or f"{prefix}{lacking[0]} did not arrive")
+            if self._ranks[-1] + 1 < manifest.workers and failed != (
+                word := find_word(_word(mark))
+            ):
+                failed = word
+                until = time.monotonic() + (_FAILED_NODE_S if word else _OTHER_NODES_S)
             time.sleep(_POLL_S)
+
+    def _is_left_out(self, step: int, there: dict[str, int], arrived: set[int | None]) -> bool:
+        """Return whether a node that is awaited has already sent a newer checkpoint."""
+        if step >= self._newest()[0] or is_kept(step, self._keep_every):
+            return False
+        newer = (f"checkpoints/step-{s}/" for s in steps(there, complete=False) if s > step)
+        return any(not arrived.issuperset(_marked(name, at)) for at in newer for name in there)
 
     def _remove_superseded(self, step: int) -> None:
         """Remove the checkpoints that this run has removed here, and older incomplete ones.
@@ -319,7 +358,9 @@ class RunCopy(Callback):
         removed = self._seen.difference(here) if here else set()
         complete = set(steps(there))
         for old in steps(there, complete=False):
-            if old < step and (old in removed or old not in complete):
+            # Other nodes may have sent theirs of one that stays, and this node does later.
+            is_due = old in here and is_kept(old, self._keep_every)
+            if old < step and not is_due and (old in removed or old not in complete):
                 self._place.remove_checkpoint(old, there)
 
     def _write_page(self) -> None:
@@ -337,6 +378,11 @@ class RunCopy(Callback):
             raise
         except Exception as error:  # a page is no reason to lose a checkpoint
             self._say(f"no report page ({why(error)})", warning=True)
+
+
+def _word(mark: bytes) -> str:
+    """Return the key of the job's store at which a node says that it could not send files."""
+    return f"run.remote/{mark.decode()}"
 
 
 def _rank_of(name: str) -> int | None:

@@ -344,10 +344,17 @@ def test_config_dir_adds_own_options(tmp_path):
 def test_resume_auto_starts_a_run_and_then_resumes_it(launched):
     line = ("seq=256", "topology.device=cpu", "run.name=night", "--resume", "auto")
     assert run(*line).exit_code == 7
-    assert run(*line).exit_code == 7
-    (first, _, begun), (second, _, resumed) = launched
-    assert first.path == second.path == Path("runs/night").absolute()
-    assert (begun, resumed) == (False, True)
+    again = run(*line)  # the run was lost before its first checkpoint
+    assert again.stderr == (
+        f"mtrain: warning: {Path('runs/night').absolute()}: has no checkpoint yet; the run starts "
+        "again from step 0\n"
+    )
+    checkpoint = Path("runs/night/checkpoints/step-2")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    assert run(*line).stderr == ""
+    assert {call[0].path for call in launched} == {Path("runs/night").absolute()}
+    assert [call[2] for call in launched] == [False, False, True]
     assert Path("runs/night/overrides.txt").read_text().count("seq=256") == 1, (
         "the same words are not added again"
     )

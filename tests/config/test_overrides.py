@@ -100,3 +100,9 @@ def test_a_file_with_a_former_name_gets_the_current_one(tmp_path):
     (found,) = complaints("sparsity=mine", config_dir=tmp_path)
     hint = "(did you mean sparsity.min_columns?)"
     assert found == f"{file}: no key is called sparsity.min_bars {hint}"
+
+
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated():
+    assert complaints("MTRAIN_SECRET=abc") == (
+        "MTRAIN_SECRET: belongs in the environment; others can read command lines",
+    )

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from docs.blocks import ROOT, script
+from nodes import failure_campaign
 from studies.test_learning_tables import summary
 
 from mtrain_extras.studies.cells import Study
@@ -178,3 +179,11 @@ def test_the_summary_counts_seeds_and_predictions(tables):
 
 def three_seeds(one: dict) -> dict:
     return {**one, "compared": [{"variant": "dense", "seeds": [0, 1, 2, 0, 1]}]}
+
+
+def test_the_table_of_failures_is_that_of_the_campaign():
+    document = json.loads((ROOT / "profiles/failures-cpu.json").read_text())
+    rows = failure_campaign.table(document["failures"])
+    assert "\n".join(rows) in (ROOT / "docs/long-runs.md").read_text()
+    assert len(document["failures"]) >= 100
+    assert not [row for row in document["failures"] if row["unmet"]]

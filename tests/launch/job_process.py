@@ -13,7 +13,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import tell_rank_zero
+from mtrain_cli.launch.job import tell_the_others
 from mtrain_cli.launch.local import launch
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         )
     except ConfigError as error:
         print(f"before the workers: {error}", file=sys.stderr)
-        tell_rank_zero(error.problems)
+        tell_the_others(error.problems)
         sys.exit(2)
     except RunError as error:
         print(f"before the workers: {error}", file=sys.stderr)

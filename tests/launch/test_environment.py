@@ -187,6 +187,27 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
         resolve_environment(having(default, workers=6))
 
 
+@pytest.mark.parametrize(
+    ("variables", "changes", "line"),
+    [
+        ({"LOCAL_WORLD_SIZE": "3"}, {}, "LOCAL_WORLD_SIZE=3: this is process 1 of its node, and "),
+        ({"LOCAL_WORLD_SIZE": "8"}, {}, "LOCAL_WORLD_SIZE=8: this is process 1 of its node, and "),
+        (
+            {},
+            {"gpus_per_node": 8},
+            "topology.gpus_per_node=8: torchrun started 4 on each node. Use auto or one of 1, 2, 4",
+        ),
+    ],
+)
+def test_nodes_that_contradict_the_job_are_refused(default, machine, variables, changes, line):
+    machine(gpus=8, variables=TORCHRUN | variables)
+    with pytest.raises(ConfigError, match=line):
+        resolve_environment(having(default, **changes))
+    alone = {"RANK": "1", "WORLD_SIZE": "4"}
+    machine(gpus=8, variables=TORCHRUN | alone)
+    assert resolve_environment(having(default, gpus_per_node=2)).nodes == 2
+
+
 def test_srun_variables_give_the_address_of_rank_zero():
     assert current_job(SRUN) == Job(
         "slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000, name="slurm  1234.2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from mtrain_cli.launch.failure_channel import (
 )
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.job import PORT, SECRET
+from mtrain_cli.launch.progress_record import SEVERAL, WorkerActivity
 
 
 def connected(hub: _Hub) -> socket.socket:
@@ -102,7 +104,7 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
             lambda failure, *_: printed.append((failure.rank, failure.message)),
         )
         mine = FailureChannel(
-            SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
+            replace(job_at("127.0.0.1", nodes=1), rank=1),
             RankZeroDuties(lambda: None),
         )
         connection, _ = rank_0.accept()
@@ -116,9 +118,45 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
     assert (printed, exit_codes) == ([(1, "seq=1: too short")], [code])
 
 
+def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
+    monkeypatch.setattr(failure_channel, "VERDICT_WAIT_S", 0.2)
+    printed = []
+    monkeypatch.setattr(failure_channel, "print_cause", lambda failure: printed.append(failure))
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as rank_0:
+        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
+        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        mine = FailureChannel(
+            replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
+        )
+        connection, _ = rank_0.accept()
+        mine.fail(Failure(1, 1, "peer lost", "topology.timeout_s=6: rank 1 waited."))
+        connection.close()
+    assert printed[0].message == (
+        "topology.timeout_s=6: rank 1 waited. It may be rank 0, which has not answered for 0.2 s."
+    )
+
+
 def _fails(mine: FailureChannel, kind: str) -> None:
     with contextlib.suppress(Left):
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
+
+
+@pytest.mark.parametrize(("rank", "tells"), [(1, True), (2, True), (3, False)])
+def test_a_rank_on_another_node_tells_if_the_first_node_is_lost(monkeypatch, rank, tells):
+    printed, ended = [], threading.Event()
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: ended.set())
+    monkeypatch.setattr(
+        failure_channel, "print_cause", lambda failure, *_: printed.append(failure.rank)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as rank_0:
+        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
+        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        two_nodes = replace(job_at("127.0.0.1", nodes=2), world_size=4, local_world_size=2)
+        FailureChannel(replace(two_nodes, rank=rank), RankZeroDuties(lambda: None))
+        rank_0.accept()[0].close()
+        assert ended.wait(10)
+    assert printed == [0] * tells
 
 
 def test_a_rank_that_comes_after_rank_0_has_ended_says_so_in_one_line(monkeypatch):
@@ -213,6 +251,73 @@ def test_ranks_get_the_code_at_once_if_another_one_never_connects(monkeypatch):
         rank_2.close()
         hub.thread.join(5)
         assert events == [1]
+
+
+def hub_with_records(monkeypatch, world, records):
+    """Return a hub, and lists that get the cause and the lines on what the ranks did."""
+    causes, lines = [], []
+
+    def exit_now(_):
+        hub._expected.clear()  # ends the thread of the hub
+
+    def print_cause(failure, where):
+        causes.append((failure.rank, failure.message))
+        lines.extend(where)
+
+    monkeypatch.setattr(failure_channel, "exit_now", exit_now)
+    monkeypatch.setattr(failure_channel, "print_cause", print_cause)
+    monkeypatch.setattr(failure_channel, "_records", lambda *_: records)
+    hub = _Hub(world, RankZeroDuties(lambda: None))
+    return hub, causes, lines
+
+
+@pytest.mark.parametrize(("began", "silent"), [(-0.5, True), (0.5, True), (1.5, False)])
+def test_a_rank_that_was_stopped_while_it_waited_is_named(monkeypatch, began, silent):
+    now = time.time()
+    waits = {rank: WorkerActivity(now - 8, 3, "waits", SEVERAL) for rank in (0, 1)}
+    waits[2] = WorkerActivity(now - 8 + began, 3, "waits", SEVERAL)
+    monkeypatch.setattr(failure_channel, "CAUSE_GRACE_S", 2.0)
+    hub, causes, _ = hub_with_records(monkeypatch, 3, waits)
+    with contextlib.ExitStack() as connections:
+        connections.callback(hub.thread.join, 15)
+        ranks = {rank: connections.enter_context(connected(hub)) for rank in range(3)}
+        for rank, connection in ranks.items():
+            connection.sendall(f"{hub.token} {rank}\n".encode())
+        for rank in (0, 1):
+            failure = Failure(rank, 1, "peer lost", f"topology.timeout_s=6: rank {rank} waited")
+            ranks[rank].sendall(json.dumps({"failure": failure.record}).encode() + b"\n")
+        for rank in (1, 2):
+            ranks[rank].recv(2)
+            ranks[rank].close()
+    ((rank, message),) = causes
+    assert rank == (2 if silent else 0)
+    assert message.startswith("topology.timeout_s=6: rank 2 kept the others waiting") is silent
+
+
+@pytest.mark.parametrize("ahead", [{1: 5e3, 2: -5e3}, {1: -5e3, 2: 5e3}, {1: 0.0, 2: 0.0}])
+def test_the_earliest_failure_is_the_cause_whatever_the_clocks_of_the_machines_say(
+    monkeypatch, ahead
+):
+    records = {}
+    monkeypatch.setattr(failure_channel, "CAUSE_GRACE_S", 0.5)
+    hub, causes, lines = hub_with_records(monkeypatch, 3, records)
+    now = time.time()
+    records |= {r: WorkerActivity(now - 40 + clock, 3, "computes") for r, clock in ahead.items()}
+    with contextlib.ExitStack() as connections:
+        connections.callback(hub.thread.join, 15)
+        ranks = {rank: connections.enter_context(connected(hub)) for rank in range(3)}
+        for rank, connection in ranks.items():
+            clock = json.dumps({"clock": time.time() + ahead.get(rank, 0.0)})
+            connection.sendall(f"{hub.token} {rank}\n{clock}\n".encode())
+        for number, rank in enumerate((1, 2)):
+            failure = Failure(rank, 1, "peer lost", "lost", "trace", now + number + ahead[rank])
+            message = json.dumps({"failure": failure.record}).encode()
+            ranks[rank].sendall(message + b"\n")
+        for rank in (1, 2):
+            ranks[rank].recv(2)
+            ranks[rank].close()
+    assert causes == [(1, "lost")]
+    assert re.fullmatch(r"  all: training step 3, computes \(4\d s ago\)", *lines)
 
 
 def test_the_user_can_set_the_hubs_port(monkeypatch):

@@ -221,6 +221,23 @@ def test_rank_0_learns_at_once_why_a_rank_does_not_come(own, words, expected):
     assert not Path("run").exists()
 
 
+def test_rank_0_turns_the_others_away_if_it_does_not_come():
+    began = time.monotonic()
+    ends = SimulatedJob("adds_ranks", 3, "run.dir=run", of_rank={0: ["seq=abc"]}).ends()
+    assert [code for code, _ in ends] == [2, 2, 2]
+    assert ends[0][1].startswith("before the workers: seq=abc: expected a number of tokens")
+    assert [stderr for _, stderr in ends[1:]] == ["", ""]
+    assert time.monotonic() - began < 60
+
+
+def test_a_program_that_is_no_store_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(jobs, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        job = Job("slurm", 1, 2, 1, 2, "127.0.0.1", other.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"rank 1 cannot reach .* \(another program may lis"):
+            jobs.job_store.__wrapped__(job)
+
+
 def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
     monkeypatch.setattr(jobs, "STORE_TIMEOUT", timedelta(seconds=0.3))
     store = dist.HashStore()
@@ -343,6 +360,13 @@ def test_several_machines_meet_at_the_address_that_the_user_names(monkeypatch):
 def test_an_unreachable_address_means_all_interfaces(address):
     with listen(job_at(address), 0) as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_secret_that_is_the_name_of_a_file_is_refused(monkeypatch):
+    monkeypatch.setenv("MTRAIN_SECRET", __file__)
+    with pytest.raises(ConfigError, match=r"^MTRAIN_SECRET: is the name of a file") as caught:
+        jobs.job_store.__wrapped__(Job("slurm", 0, 2, 0, 2, "127.0.0.1", 1))
+    assert __file__ not in str(caught.value)
 
 
 def test_decisions_of_rank_0_need_the_secret(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from mtrain_cli.launch.run_status import (
     StateReporter,
     check_liveness,
     read_state,
+    read_status,
     set_phase,
     write_state,
 )
@@ -127,7 +129,24 @@ def test_the_lock_decides_on_its_own_machine(tmp_path):
 def test_the_time_stamp_decides_on_other_machines(tmp_path, silent, alive):
     lock = tmp_path / LOCK
     lock.write_text("process 7 on another-machine\n")
-    assert check_liveness(RunDir(tmp_path), lock.stat().st_mtime + silent).alive is alive
+    dated = time.time() - silent
+    os.utime(lock, (dated, dated))
+    for wrong in (0.0, time.time() + 1e6):  # by the disk's clock, whatever the one here says
+        life = check_liveness(RunDir(tmp_path), wrong)
+        assert life.alive is alive
+        assert life.silent == pytest.approx(silent, abs=0.9)
+
+
+@pytest.mark.parametrize("ahead", [-5000.0, 0.0, 5000.0])
+def test_ages_do_not_depend_on_the_clock_of_the_machine_that_runs(run, ahead):
+    began = time.time() + ahead
+    facts = {"phase": "training", "host": "another-machine", "step": 2, "steps": 9}
+    state = {**facts, "time": began, "began": began - 40, "stepped": began - 30}
+    (run / "state.json").write_text(json.dumps(state))
+    (run / LOCK).write_text("process 7 on another-machine\n")
+    found = read_status(RunDir(run))
+    assert found.what == "running"
+    assert found.since_step == pytest.approx(30, abs=2)
 
 
 def test_without_a_lock_file_nothing_is_alive(tmp_path):

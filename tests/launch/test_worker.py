@@ -22,6 +22,7 @@ from mtrain_cli.launch.worker import (
     _explain_timeouts,
     _require_interfaces,
     _require_same_config,
+    _require_same_size,
     _require_same_versions,
     _resume_hint,
 )
@@ -38,6 +39,13 @@ def test_ranks_with_other_settings_are_named_key_by_key():
         "train.steps=5",
     }
     assert all("rank 3 was started with this value" in line for line in caught.value.problems)
+
+
+def test_a_node_with_another_number_of_ranks_is_named():
+    job = Job("torchrun", 3, 4, 0, 1, "node0", 1)
+    _require_same_size(1, job)
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE=1: rank 3 on .*, rank 0 with 2\."):
+        _require_same_size(2, job)
 
 
 def test_only_a_timeout_becomes_a_line_that_names_the_setting():

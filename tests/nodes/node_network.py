@@ -105,14 +105,36 @@ class Network:
         """Cut the link of a node."""
         self._on_switch("ip", "link", "set", f"port{node}", "down")
 
+    def mend(self, node: int) -> None:
+        """Join the link of a node again after `cut`."""
+        self._on_switch("ip", "link", "set", f"port{node}", "up")
+
+    def slow(self, node: int, rate: str = "") -> None:
+        """Limit the rate at which a node receives; "" ends it. For a network without a rate."""
+        limit = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+        port = ["dev", f"port{node}"]
+        words = ["add", *port, *limit] if rate else ["del", *port, "root"]
+        self._on_switch("tc", "qdisc", *words)
+
     def lose_power(self, node: int) -> None:
         """Cut the link of a node, then kill its processes: they say goodbye to nobody."""
         self.cut(node)
-        own = self.namespaces(node)[0].readlink()
+        self.kill(node)
+
+    def kill(self, node: int) -> None:
+        """Kill all processes of a node. Its system closes their connections."""
+        for process in self.processes(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self, node: int) -> list[int]:
+        """Return the processes on a node."""
+        own, found = self.namespaces(node)[0].readlink(), []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (process / "ns/net").readlink() == own and int(process.name) != self.pid(node):
-                    os.kill(int(process.name), signal.SIGKILL)
+                    found.append(int(process.name))
+        return found
 
     def replace_file(self, node: int, file: Path, by: Path) -> None:
         """Give a node another content of a file."""

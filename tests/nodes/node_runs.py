@@ -10,9 +10,11 @@ import ctypes
 import functools
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,19 @@ class RanksError(RuntimeError):
     """A rank failed."""
 
 
-def train(
+@dataclass(frozen=True)
+class Started:
+    """The ranks of a run that has begun: the process of each, and the file of what it prints."""
+
+    pids: list[int]
+    outputs: list[Path]
+
+    def wait(self, timeout: float | None = None) -> list[int] | None:
+        """Return the exit codes when all have ended, or None after ``timeout`` seconds."""
+        return _server().codes(timeout)
+
+
+def start(
     network: Network,
     words: Sequence[str] | Sequence[Sequence[str]],
     folder: Path,
@@ -52,17 +66,17 @@ def train(
     master: str | None = None,
     interface: str | None = "eth0",
     own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
-    check: bool = True,
-) -> Ended:
-    """Run `mtrain train WORDS` in `folder` with `per_node` ranks on each node.
+    again: str = "",
+    temporary: Path | None = None,
+) -> Started:
+    """Start `mtrain train WORDS` in `folder` with `per_node` ranks on each node. One run at a time.
 
     words: of all ranks, or a list for each rank.
     master: MASTER_ADDR; by default, the IPv4 address of node 0.
     interface: GLOO_SOCKET_IFNAME; None leaves the choice to gloo.
     own: more variables of a rank.
-
-    Raises:
-        RanksError: a rank fails, and `check` is set.
+    again: begins the names of the files of outputs, to keep those of an earlier run in the folder.
+    temporary: the temporary folder of all ranks; by default, each has one of its own.
     """
     world = network.count * per_node
     each = (
@@ -82,21 +96,42 @@ def train(
         }
         variables |= {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
         variables |= own.get(rank, {})
+        logs = folder / f"{again}rank-{rank}"
         ranks.append(
             {
                 "words": ["train", *of_rank],
                 "variables": {name: str(value) for name, value in variables.items()},
                 "namespaces": list(map(str, network.namespaces(node))),
-                "logs": str(folder / f"rank-{rank}"),
+                "logs": str(logs),
+                "temporary": str(temporary or logs),
             }
         )
     folder.mkdir(parents=True, exist_ok=True)
-    codes = _server().run(ranks, folder)
-    outputs = [(folder / f"rank-{rank}" / "output").read_text() for rank in range(world)]
-    ended = Ended(codes, outputs)
+    pids = _server().start(ranks, folder)
+    return Started(pids, [folder / f"{again}rank-{rank}" / "output" for rank in range(world)])
+
+
+def train(
+    network: Network,
+    words: Sequence[str] | Sequence[Sequence[str]],
+    folder: Path,
+    per_node: int = 1,
+    *,
+    check: bool = True,
+    **options: Any,
+) -> Ended:
+    """Run `mtrain train WORDS` to its end. options: of `start`.
+
+    Raises:
+        RanksError: a rank fails, and `check` is set.
+    """
+    started = start(network, words, folder, per_node, **options)
+    codes = started.wait()
+    assert codes is not None
+    outputs = [output.read_text() for output in started.outputs]
     if check and any(codes):
         raise RanksError(f"exit codes {codes}: " + "\n".join(text[-2000:] for text in outputs))
-    return ended
+    return Ended(codes, outputs)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -121,17 +156,35 @@ class _Server:
             stdout=subprocess.PIPE,
         )
 
-    def run(self, ranks: list[dict[str, Any]], folder: Path) -> list[int]:
-        assert self._process.stdin is not None
+        self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
         assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def start(self, ranks: list[dict[str, Any]], folder: Path) -> list[int]:
+        assert self._process.stdin is not None
         print(json.dumps([ranks, str(folder)]), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
+        pids = self.codes(None)
+        assert pids is not None
+        return pids
+
+    def codes(self, timeout: float | None) -> list[int] | None:
+        try:
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if answer is None:
             raise RanksError("the server of ranks ended")
-        return json.loads(answer)
+        return answer
 
     def close(self) -> None:
-        self._process.communicate()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 @functools.cache
@@ -148,6 +201,7 @@ def _serve() -> None:
     for line in sys.stdin:
         ranks, folder = json.loads(line)
         running = [_fork(rank, folder) for rank in ranks]
+        print(json.dumps(running), file=answers, flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running]
         print(json.dumps(codes), file=answers, flush=True)
 
@@ -163,8 +217,7 @@ def _fork(rank: dict[str, Any], folder: str) -> int:
         os.chdir(folder)
         logs = Path(rank["logs"])
         logs.mkdir(exist_ok=True)
-        # Ranks that start together may take each other's temporary folder for abandoned.
-        tempfile.tempdir = str(logs)
+        tempfile.tempdir = rank["temporary"]
         os.environ |= rank["variables"]
         output = os.open(logs / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):

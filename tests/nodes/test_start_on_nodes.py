@@ -91,25 +91,152 @@ def test_a_node_with_other_data_is_refused_in_one_line(text, tmp_path):
 
 
 SECRET_OF_RANK_0 = {"MTRAIN_SECRET": "a" * 32}
+A_FILE = {"MTRAIN_SECRET": __file__}
+
+
+def printed(ended: node_runs.Ended, rank: int = 0) -> list[str]:
+    """Return the lines of a rank, without the warnings of torch's store."""
+    return [line for line in ended.outputs[rank].splitlines() if not line.startswith("[W")]
+
+
+def assert_refused(ended: node_runs.Ended, expected: str, began: float) -> None:
+    """Assert that all ranks end with 2, soon, and the first prints one line."""
+    assert set(ended.codes) == {2}
+    assert time.monotonic() - began < 60
+    (line,) = printed(ended)
+    assert line.startswith(expected)
 
 
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
-        ({"MTRAIN_SECRET": "b" * 32}, "mtrain: MTRAIN_SECRET: "),
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, "error: GLOO_SOCKET_IFNAME=eth7: node1 has no such "),
-        ({"WORLD_SIZE": "3"}, "mtrain: rank 1: WORLD_SIZE=3: rank 1 on node1 was started with "),
+        ({1: {"MTRAIN_SECRET": "b" * 32}}, "mtrain: MTRAIN_SECRET: an entry in the job's store"),
+        ({0: A_FILE, 1: A_FILE}, "mtrain: MTRAIN_SECRET: is the name of a file, which others can"),
+        (
+            {1: {"GLOO_SOCKET_IFNAME": "eth7"}},
+            "error: GLOO_SOCKET_IFNAME=eth7: node1 has no such network interface; it has lo, eth0",
+        ),
+        (
+            {1: {"WORLD_SIZE": "3"}},
+            "mtrain: rank 1: WORLD_SIZE=3: rank 1 on node1 was started with this value, rank 0 "
+            "with 2",
+        ),
+        (
+            {1: {"LOCAL_WORLD_SIZE": "2"}},
+            "mtrain: rank 1: LOCAL_WORLD_SIZE=2: this is process 0 of its node, and rank 1 of 2",
+        ),
     ],
-    ids=["secret", "interface", "world size"],
+    ids=["secret", "secret file", "interface", "world size", "workers of a node"],
 )
 def test_a_node_that_is_started_wrongly_is_named_on_the_first(own, expected, text, tmp_path):
     words = [*bytes_table.settings("ring", text), STEPS]
-    variables = {0: SECRET_OF_RANK_0, 1: {**SECRET_OF_RANK_0, **own}}
-    started = time.monotonic()
+    variables = {rank: {**SECRET_OF_RANK_0, **own.get(rank, {})} for rank in range(2)}
+    began = time.monotonic()
     with Network(2) as network:
         ended = node_runs.train(network, words, tmp_path, own=variables, check=False)
+    assert_refused(ended, expected, began)
+
+
+def test_a_node_with_fewer_workers_is_named(text, tmp_path):
+    words, began = [*bytes_table.settings("ring", text), STEPS], time.monotonic()
+    own = {rank: {"LOCAL_WORLD_SIZE": "1"} for rank in (2, 3)}
+    with Network(2) as network:
+        ended = node_runs.train(network, words, tmp_path, 2, own=own, check=False)
+    expected = "error: LOCAL_WORLD_SIZE=1: rank 2 on node1 was started with this value, rank 0 with"
+    assert_refused(ended, expected, began)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("topology.workers=8", "mtrain: topology.workers=8: torchrun started 2 processes. Use "),
+        (
+            "topology.gpus_per_node=2",
+            "mtrain: topology.gpus_per_node=2: torchrun started 1 on each node. Use auto or one",
+        ),
+        ("MTRAIN_SECRET=abc", "mtrain: MTRAIN_SECRET: belongs in the environment; others can "),
+    ],
+)
+def test_settings_that_contradict_the_nodes_are_refused(word, expected, text, tmp_path):
+    words, began = [*bytes_table.settings("ring", text), STEPS, word], time.monotonic()
+    with Network(2) as network:
+        ended = node_runs.train(network, words, tmp_path, check=False)
+    assert_refused(ended, expected, began)
+    assert "abc" not in ended.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("port", "own", "expected"),
+    [
+        (
+            node_runs.PORT,
+            {},
+            "mtrain: MASTER_ADDR=10.77.0.1 MASTER_PORT=29500: rank 0 cannot reach the job's store "
+            "there ([Errno 98] Address already in use",
+        ),
+        (
+            29777,
+            {0: {"MTRAIN_PORT": "29777"}},
+            "mtrain: MTRAIN_PORT=29777: rank 0 cannot listen on this port (Address already in use",
+        ),
+    ],
+)
+def test_a_port_of_another_program_is_named(port, own, expected, text, tmp_path):
+    words = [*bytes_table.settings("ring", text), STEPS]
+    other = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(1000)"
+    with Network(2) as network:
+        program = subprocess.Popen(network.command(0, [sys.executable, "-c", other]))
+        wait_for_port(network, port)
+        began = time.monotonic()
+        ended = node_runs.train(network, words, tmp_path, own=own, check=False)
+        program.kill()
+        program.wait()
+    assert ended.codes[0] == 2
+    assert 0 not in ended.codes
+    assert time.monotonic() - began < 60
+    (line,) = printed(ended)
+    assert line.startswith(expected)
+
+
+def wait_for_port(network: Network, port: int) -> None:
+    file = Path(f"/proc/{network.pid(0)}/net/tcp")
+    until = time.monotonic() + 30
+    while f":{port:04X} 00000000:0000 0A" not in file.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("remote", "reason"),
+    [
+        ("s3://bucket/runs", "does not answer for 30 seconds"),
+        ("file:///{0}/full", "cannot be used (No space left on device"),
+        ("file:///proc/nowhere", "cannot be used (No such file or directory: /proc/nowhere"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_named_before_the_first_step(
+    remote, reason, text, tmp_path, small_disk
+):
+    url = remote.format(tmp_path)
+    words = [*bytes_table.settings("ring", text), STEPS, f"run.remote={url}"]
+    nobody = {"AWS_ENDPOINT_URL": "http://10.77.0.1:9", "AWS_ACCESS_KEY_ID": "a"}
+    own = {rank: {**nobody, "AWS_SECRET_ACCESS_KEY": "b"} for rank in range(2)}
+    (small_disk / "filler").write_bytes(b"x" * (128 << 10))
+    began = time.monotonic()
+    with Network(2) as network:
+        ended = node_runs.train(network, words, tmp_path, own=own, check=False)
     assert ended.codes == [2, 2]
-    assert time.monotonic() - started < 60
-    lines = [line for line in ended.outputs[0].splitlines() if not line.startswith("[W")]
-    assert len(lines) == 1
-    assert lines[0].startswith(expected)
+    assert time.monotonic() - began < 60
+    (line,) = ended.errors(0)
+    assert line.startswith(f"error: run.remote={url}: {reason}")
+    assert not (tmp_path / "runs/run").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a disk of 128 KiB before a test makes nodes, which see it."""
+    disk = tmp_path / "full"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

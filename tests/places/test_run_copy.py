@@ -206,6 +206,29 @@ def test_checkpoints_that_stay_for_good_arrive_and_stay(store, tmp_path, monkeyp
     assert not run.warnings
 
 
+def test_the_metrics_arrive_before_a_checkpoint_that_is_kept_meanwhile(
+    store, tmp_path, monkeypatch
+):
+    go_on, seen, original = threading.Event(), {}, run_place.RunPlace.write
+
+    def write(self, name, content):
+        if name.endswith("manifest.json"):
+            seen[name.split("/")[1]] = store.cat_file("/runs/night/metrics.jsonl")
+        original(self, name, content)
+
+    monkeypatch.setattr(run_place.RunPlace, "write", write)
+    recorded(monkeypatch, "put_file", lambda _, path: "step-2/" in path and go_on.wait(10))
+    kept = ["train.checkpoint_every=2", "train.keep_every=4"]
+    run = Run(tmp_path / "night", words=kept)
+    run.save(2)
+    time.sleep(0.1)
+    run.save(4)  # while the store gets the first one
+    go_on.set()
+    run.wait(lambda: complete(store) == [2, 4])
+    run.close()
+    assert seen["step-4"].splitlines()[-1] == b'{"step": 4}'
+
+
 def fail_while(condition):
     def act(number, path):
         if condition(number, path):
@@ -304,6 +327,65 @@ def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkey
         "__1_0.distcp": ("uploading-1",),
     }
     assert len([path for path in put if "step-2" in path]) == 3
+    assert not run.warnings
+
+
+def test_a_node_that_cannot_send_tells_the_first_which_then_need_not_wait(
+    store, tmp_path, monkeypatch
+):
+    words, is_away = {}, True
+    monkeypatch.setattr(run_copy, "leave_word", words.__setitem__)
+    monkeypatch.setattr(run_copy, "find_word", lambda key: words.get(key, ""))
+    monkeypatch.setattr(run_copy, "_FAILED_NODE_S", 0.3)
+    monkeypatch.setattr(run_copy.socket, "gethostname", lambda: "node1")
+
+    def act(_, path):
+        if is_away and path.endswith("__1_0.distcp"):
+            raise PermissionError("AccessDenied")
+
+    recorded(monkeypatch, "put_file", act)
+    run = Run(tmp_path / "night", nodes=2)
+    run.save(2)
+    run.wait(lambda: len(run.warnings) == 2)
+    line = "it has no checkpoint; tried again with the next checkpoint"
+    assert sorted(run.warnings) == [
+        f"run.remote={URL}: failed (AccessDenied); {line}",
+        f"run.remote={URL}: failed (rank 1 on node1: AccessDenied); {line}",
+    ]
+    assert complete(store) == []
+    is_away = False
+    run.save(4)
+    run.wait(lambda: complete(store) == [4])
+    run.close()
+    assert len(run.warnings) == 2
+
+
+def test_a_checkpoint_that_another_node_leaves_out_is_not_waited_for(store, tmp_path):
+    run = Run(tmp_path / "night", nodes=2)
+    run.copies[1]._newest = lambda: (-1, 0)  # this node is late
+    run.save(2)
+    run.wait(lambda: store.exists("/runs/night/checkpoints/step-2/node-0-0"))
+    run.save(4)
+    del run.copies[1]._newest
+    run.wait(lambda: 4 in complete(store))
+    run.close()
+    assert complete(store) == [4]
+    assert not run.warnings
+
+
+def test_a_checkpoint_that_stays_for_good_keeps_the_files_that_a_faster_node_sent(store, tmp_path):
+    kept = ["train.checkpoint_every=2", "train.keep_every=4"]
+    run = Run(tmp_path / "night", nodes=2, words=kept)
+    run.copies[0]._newest = lambda: (-1, 0)
+    run.copies[0]._here = lambda: iter(())
+    for step in (4, 6):
+        run.save(step)
+        mark = f"/runs/night/checkpoints/step-{step}/node-1-1"
+        run.wait(lambda mark=mark: store.exists(mark))
+    del run.copies[0]._newest, run.copies[0]._here
+    run.wait(lambda: complete(store) == [4, 6])
+    run.close()
+    assert complete(store) == [4, 6]
     assert not run.warnings
 
 
@@ -422,6 +504,28 @@ def test_a_place_of_another_run_is_refused(tmp_path):
     Run(tmp_path / "a" / "night").close()
     with pytest.raises(ConfigError, match="memory://runs/night has another run; resume that one"):
         Run(tmp_path / "b" / "night")
+
+
+def test_a_run_that_is_lost_before_its_first_checkpoint_starts_again(store, tmp_path, capsys):
+    first = Run(tmp_path / "night")
+    first.wait(lambda: store.exists("/runs/night/resolved.yaml"))
+    shutil.move(tmp_path / "night", tmp_path / "lost")
+    config = compose([f"run.remote={URL}", "run.dir=night"])
+    entry.fetch_run(config)
+    assert capsys.readouterr().err == (
+        f"run.remote={URL}: {URL}/night has no complete checkpoint; the run starts again\n"
+    )
+    second = Run(tmp_path / "night")
+    # The first one is alive after all. It leaves the place to the second one.
+    first.copies[0]._folder = first.folder = tmp_path / "lost"
+    first.save(2)
+    first.wait(lambda: first.warnings)
+    assert "has another run" in first.warnings[0]
+    assert complete(store) == []
+    second.save(4)
+    second.close()
+    assert complete(store) == [4]
+    first.close()
 
 
 def test_a_new_run_needs_a_place_that_works(tmp_path, monkeypatch):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fractions
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gloo
 import pytest
@@ -15,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.training import checkpointer as checkpointer_module
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError, load_model_state
 
 
@@ -155,6 +162,88 @@ def test_all_ranks_learn_that_one_cannot_write_and_go_on(tmp_path):
     )
     for errors in gloo.run(2, save_with_a_failing_rank, tmp_path):
         assert errors == [line, "step-1", line, "step-1", "step-3"]
+
+
+class Unsendable(Exception):
+    """An error that no pickle can carry, as libraries for stores raise them."""
+
+    def __init__(self, lock: object, store: object) -> None:
+        super().__init__(f"{store} is away")
+        self.lock = lock
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise Unsendable(threading.Lock(), "the store")
+
+
+STEPS_OF_A_SAVE = [
+    (1, "filesystem.FileSystem.mkdir"),
+    (1, "default_planner.create_default_local_save_plan"),
+    (0, "default_planner.create_default_global_save_plan"),
+    (1, "filesystem._write_item"),
+    (0, "filesystem.FileSystem.rename"),
+]
+
+
+def save_where_one_rank_raises_what_no_pickle_carries(
+    rank: int, world: int, directory: Path
+) -> list[str]:
+    """Let one rank fail in each step of a save, then save. Return the errors."""
+    del world
+    checkpointer, errors = Checkpointer(directory, keep=1), []
+    model, optimizer = sharded_training(seed=1)
+    state = {"model": model, "optimizer": optimizer, "trainer": {"step": 1}}
+    for failing, name in STEPS_OF_A_SAVE:
+        broken = mock.patch(f"torch.distributed.checkpoint.{name}", fail)
+        with broken if rank == failing else contextlib.nullcontext():
+            try:
+                checkpointer.save(1, state, asynchronous=False)
+            except CheckpointError as error:
+                errors.append(str(error))
+    checkpointer.save(2, state, asynchronous=False)
+    return [*errors, ",".join(sorted(os.listdir(directory)))]
+
+
+@pytest.mark.timeout(60)
+def test_an_error_that_cannot_be_sent_reaches_all_ranks(tmp_path):
+    lines = [
+        f"{tmp_path / 'step-1'}: the checkpoint of step 1 was not saved (rank {rank}: RuntimeError:"
+        " Unsendable: the store is away); there is no earlier checkpoint"
+        for rank, _ in STEPS_OF_A_SAVE
+    ]
+    for errors in gloo.run(2, save_where_one_rank_raises_what_no_pickle_carries, tmp_path):
+        assert errors == [*lines, "step-2"]
+
+
+def save_what_rank_0_refuses(rank: int, world: int, directory: Path) -> tuple[str, float]:
+    """Let rank 1 send a plan with a class that rank 0 does not load. Return its error."""
+    del world
+    checkpointer = Checkpointer(directory, keep=1)
+    model, optimizer = sharded_training(seed=1)
+    state = {"model": model, "optimizer": optimizer, "trainer": {"step": 1}}
+    foreign = mock.patch.object(
+        checkpointer_module._CheckpointWriter,
+        "prepare_local_plan",
+        return_value=fractions.Fraction(1, 2),
+    )
+    began = time.monotonic()
+    with foreign if rank == 1 else contextlib.nullcontext():
+        checkpointer.save(1, state)
+        if rank == 0:
+            with pytest.raises(RunError) as caught:
+                checkpointer.wait()
+            return str(caught.value), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_alone_cannot_save_ends_the_job_instead_of_waiting(tmp_path):
+    (line, seconds), _ = gloo.run(2, save_what_rank_0_refuses, tmp_path)
+    assert line.endswith(
+        "step-1.tmp-1: rank 0 cannot save together with the other ranks (RefusedError: names "
+        "fractions.Fraction, which mtrain does not load)"
+    )
+    assert seconds < 10
 
 
 def make_a_checkpointer_where_none_can_be(rank: int, world: int, path: Path) -> None:
