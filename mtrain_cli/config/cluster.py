@@ -113,6 +113,8 @@ class Link:
     capacity_gbps: total bandwidth of all messages that a GPU receives at once.
     collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
     collective_bandwidth_gbps: bandwidth of each link during a collective.
+    reduce_latency_us, reduce_bandwidth_gbps: those of collectives that sum; None for the same. gloo
+        sums everything before it keeps a part, which sends twice as much.
     shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
     """
@@ -125,6 +127,17 @@ class Link:
     collective_ranks: Constant
     shared_by: Constant
     gpu_share: Constant
+    reduce_latency_us: Constant | None = None
+    reduce_bandwidth_gbps: Constant | None = None
+
+    @property
+    def of_sums(self) -> Link:
+        """The link as collectives that sum use it."""
+        return replace(
+            self,
+            collective_latency_us=self.reduce_latency_us or self.collective_latency_us,
+            collective_bandwidth_gbps=self.reduce_bandwidth_gbps or self.collective_bandwidth_gbps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +266,11 @@ _GPU_CHECKS = {
     **dict.fromkeys(("host_gib", "host_link_gbps", "host_memory_gbps"), _ABOVE),
 }
 _LINK_CHECKS = {
-    **dict.fromkeys(("latency_us", "collective_latency_us"), _AT_LEAST),
-    **dict.fromkeys(("bandwidth_gbps", "capacity_gbps", "collective_bandwidth_gbps"), _ABOVE),
+    **dict.fromkeys(("latency_us", "collective_latency_us", "reduce_latency_us"), _AT_LEAST),
+    **dict.fromkeys(
+        ("bandwidth_gbps", "capacity_gbps", "collective_bandwidth_gbps", "reduce_bandwidth_gbps"),
+        _ABOVE,
+    ),
     **dict.fromkeys(("collective_ranks", "shared_by"), _COUNT),
     "gpu_share": _SHARE,
 }
@@ -269,6 +285,8 @@ _DEFAULTS = {
     "capacity_gbps": "bandwidth_gbps",
     "collective_latency_us": "latency_us",
     "collective_bandwidth_gbps": "capacity_gbps",
+    "reduce_latency_us": "collective_latency_us",
+    "reduce_bandwidth_gbps": "collective_bandwidth_gbps",
 }
 # If a file omits gemm_tflops, these shares of the peak replace it: low, expected, high. An H200
 # reaches 0.77; other GPUs reach 0.5 to nearly 1.

@@ -189,7 +189,8 @@ class Costs:
     def _collective(self, transfer: SpmdTransfer, size: int) -> LinkPrice:
         peers, outer = transfer.first.peers, self.crosses(transfer)
         to_all, members = transfer.first.payload == HEADS, self._members(peers)
-        us, busy = self.collective(to_all, len(peers), members, size)
+        reduces = transfer.first.kind in ("reduce_scatter", SUM)
+        us, busy = self.collective(to_all, len(peers), members, size, reduces=reduces)
         share = self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share)
         latencies, busies, shares = (np.full(len(outer), v) for v in (us - busy, busy, share))
         return latencies, busies, outer, shares
@@ -198,15 +199,18 @@ class Costs:
         nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
         return int(nodes.max())
 
-    def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
+    def collective(
+        self, to_all: bool, ranks: int, members: int, size: int, *, reduces: bool = False
+    ) -> tuple[float, float]:
         """Return the microseconds of a collective, and those for which links are busy.
 
         Args:
             to_all: whether it is an all-to-all. Other collectives count as a ring.
             members: largest number of these ranks on one node.
             size: number of bytes that each rank sends.
+            reduces: whether it sums.
         """
-        inner = self.cluster.inner
+        inner = self.cluster.inner if not reduces else self.cluster.inner.of_sums
         inner_us = self._moving(inner, size)
         if members == ranks:
             # Inside a node, launch overhead dominates; in the worst case it grows with the ranks.
@@ -214,6 +218,7 @@ class Costs:
             latency = self.burden(inner.collective_latency_us) * longer
             return latency + inner_us, size / self._capacity(inner)
         link = self.cluster.link(outer=True)
+        link = link.of_sums if reduces else link
         shared = int(self.burden(link.shared_by))
         latency = self.burden(link.collective_latency_us)
         if to_all:

@@ -196,12 +196,20 @@ def cluster_document(
     """
     fitted = fit_links(times)
     classes = [link for link in (INNER, OUTER) if link in fitted]
-    links = {link: _link(link, fitted[link], times, measured_ranks, virtual) for link in classes}
+    count, slower = 1, 1.0
+    if OUTER in fitted and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
+        count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
+    sums = machine.device != CUDA  # gloo
+    links = {
+        link: _link(
+            link, fitted[link], times, measured_ranks, virtual, count if link == OUTER else 1, sums
+        )
+        for link in classes
+    }
     if INNER not in links:  # one GPU per node
         links[INNER] = {**links[OUTER]}
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
-        count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
         note = f"all rings between nodes at once took {slower:.2f}x as long as one"
         links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
@@ -233,9 +241,17 @@ def cluster_document(
 
 
 def _link(
-    link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], ranks: int, virtual: bool
+    link: str,
+    fitted: Mapping[str, LinkFit],
+    times: Sequence[LinkTime],
+    ranks: int,
+    virtual: bool,
+    at_once: int,
+    sums: bool,
 ) -> dict[str, Any]:
-    hop, collectives, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
+    """Describe a link. at_once: collectives that shared it. sums: describe those that sum, too."""
+    hop, two = fitted[HOP], fitted.get(TWO_HOPS)
+    collectives = fitted[GATHER] if sums else fitted["collectives"]
     ranks_text = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
 
     def note(how: str, fit: LinkFit) -> str:
@@ -243,23 +259,32 @@ def _link(
         return f"{how}, {ranks_text}; {error}"
 
     hop_note = note("ring of batch_isend_irecv", hop)
-    collective_note = note("all-gather and reduce-scatter", collectives)
+    collective_note = note("all-gather" + " and reduce-scatter" * (not sums), collectives)
     # Total bandwidth of two concurrent messages, but at least that of one message: noise may make
     # the total smaller.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
     took_part = [t.ranks for t in times if t.link == link and t.what in COLLECTIVES]
     share_note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     low, share, high = slowdowns(times, link)
+    more = {}
+    if sums:
+        scatter, scatter_note = fitted[SCATTER], note("reduce-scatter", fitted[SCATTER])
+        more["reduce_latency_us"] = _latency(scatter, scatter_note)
+        rate = at_once * scatter.gbps
+        more["reduce_bandwidth_gbps"] = _bandwidth(scatter, rate, scatter_note)
     return {
         "latency_us": _latency(hop, hop_note),
         "bandwidth_gbps": _bandwidth(hop, hop.gbps, hop_note),
         "capacity_gbps": _bandwidth(hop, capacity, "two rings at once" if two else hop_note),
         "collective_latency_us": _latency(collectives, collective_note),
-        "collective_bandwidth_gbps": _bandwidth(collectives, collectives.gbps, collective_note),
+        "collective_bandwidth_gbps": _bandwidth(
+            collectives, at_once * collectives.gbps, collective_note
+        ),
         "collective_ranks": _exactly(
             max(took_part, default=ranks), "ranks of each collective that was measured"
         ),
         "gpu_share": _constant(share, low, high, share_note),
+        **more,
     }
 
 

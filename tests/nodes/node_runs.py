@@ -26,6 +26,7 @@ from nodes.node_network import Network
 _TESTS = Path(__file__).parents[1]
 _libc = ctypes.CDLL(None, use_errno=True)
 PORT = 29500  # on node 0, whose ports nobody else uses
+SLEEP = "SLEEP_IN_LAYERS_S"  # variable of a rank: seconds that it sleeps in each layer
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,12 @@ def train(
     interface: str | None = "eth0",
     own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     check: bool = True,
+    command: Sequence[str] = ("train",),
 ) -> Ended:
     """Run `mtrain train WORDS` in `folder` with `per_node` ranks on each node.
 
     words: of all ranks, or a list for each rank.
+    command: another command of mtrain.
     master: MASTER_ADDR; by default, the IPv4 address of node 0.
     interface: GLOO_SOCKET_IFNAME; None leaves the choice to gloo.
     own: more variables of a rank.
@@ -84,7 +87,7 @@ def train(
         variables |= own.get(rank, {})
         ranks.append(
             {
-                "words": ["train", *of_rank],
+                "words": [*command, *of_rank],
                 "variables": {name: str(value) for name, value in variables.items()},
                 "namespaces": list(map(str, network.namespaces(node))),
                 "logs": str(folder / f"rank-{rank}"),
@@ -169,6 +172,8 @@ def _fork(rank: dict[str, Any], folder: str) -> int:
         output = os.open(logs / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(output, stream)
+        if seconds := float(rank["variables"].get(SLEEP, 0)):
+            reach.slow_down(seconds)
         reach.main(rank["words"])
     except SystemExit as ended:
         code = ended.code

@@ -1,0 +1,175 @@
+"""Compare attention over limited links with the simulator, and print the table of the documents.
+
+Start it as root on Linux: ``PYTHONPATH=.:tests python -m nodes.times_table``.
+
+The simulator gets what a user would give it: the cluster that `mtrain profile links` measures on
+these nodes, and the times of kernels that `mtrain profile kernels` measures in as many processes at
+once as there are ranks, because they share the cores. Nothing is fitted to the times of attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from golden import reach
+
+from nodes import node_runs
+from nodes.bytes_table import EXCHANGES
+from nodes.node_network import Network, why_not
+
+RATES = ("50mbit", "200mbit", "800mbit")
+NODES, PER_NODE = 2, 2
+SAMPLES = 3  # each once without and once with recording, which costs nothing here
+HEADS, HEAD_DIM, SEQ, WINDOW = 32, 64, 512, 64
+# Shards of 2 MiB and a narrow window, so that links take most of the time.
+SETTINGS = [
+    "topology.device=cpu",
+    "topology.layout=contiguous",
+    f"seq={SEQ}",
+    "mask=sliding_window",
+    f"mask.window={WINDOW}",
+    "model.num_layers=1",
+    f"model.num_heads={HEADS}",
+    f"model.num_kv_heads={HEADS}",
+    f"model.head_dim={HEAD_DIM}",
+    "train.kernel=sdpa",
+]
+SIZES = "256k,1m,2m"  # of messages: those of attention, and smaller ones
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Times of both passes of attention in one layer, in ms.
+
+    measured: of each sample, the slowest rank.
+    predicted: low, expected and high.
+    """
+
+    measured: tuple[float, ...]
+    predicted: tuple[float, float, float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.measured)
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction; negative if it is too short."""
+        return self.predicted[1] / self.median - 1
+
+
+def measure_kernels(network: Network, per_node: int, folder: Path) -> Path:
+    """Time the kernel in a process for each rank, all at once. Return the file of one of them."""
+    folder.mkdir(parents=True)
+    words = ["profile", "kernels", "--seq", f"{SEQ // 4},{SEQ // 2},{SEQ}", "--kernel", "sdpa"]
+    words += ["--heads", f"{HEADS}/{HEADS}", "--head-dim", str(HEAD_DIM), "--density", "0.5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    running = []
+    for rank in range(network.count * per_node):
+        command = [sys.executable, "-m", "mtrain_cli", *words, "--out", f"kernels-{rank}.json"]
+        command = network.command(rank // per_node, command, folder)
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise RuntimeError("mtrain profile kernels failed")
+    return folder / "kernels-0.json"
+
+
+def measure_links(network: Network, per_node: int, folder: Path, repeats: int = 3) -> Path:
+    """Return the cluster file of `mtrain profile links` on the nodes."""
+    words = ["topology.device=cpu", "--sizes", SIZES, "--repeats", str(repeats), "run.name=links"]
+    node_runs.train(network, words, folder, per_node, command=("profile", "links"))
+    return folder / "measurements/links/cluster.yaml"
+
+
+def measure_attention(
+    network: Network, per_node: int, exchanges: Sequence[str], samples: int, folder: Path
+) -> dict[str, tuple[float, ...]]:
+    """Return the ms of each sample of each exchange. The exchanges take turns."""
+    words = [*SETTINGS, "--attention-only", "--exchange", ",".join(exchanges)]
+    words += ["--steps", str(samples), "run.name=times"]
+    node_runs.train(network, words, folder, per_node, command=("profile", "imbalance"))
+    summary = json.loads((folder / "measurements/times/summary.json").read_text())
+    return {
+        case["exchange"].split()[0]: (*case["iteration_ms"], *case["recorded_ms"])
+        for case in summary["cases"]
+    }
+
+
+def predict(
+    cluster: Path, kernels: Path, exchanges: Sequence[str], folder: Path
+) -> dict[str, tuple[float, float, float]]:
+    """Return the predicted ms of each exchange: low, expected and high."""
+    words = ["simulate", *SETTINGS[1:], "--cluster", str(cluster), "--calibration", str(kernels)]
+    words += ["--attention-only", "--exchange", ",".join(exchanges), "--json", "--no-files"]
+    found: dict[str, Any] = json.loads(reach.run(words, folder))
+    return {
+        facts["exchange"].split()[0]: tuple(entry["ms"][name] for name in ("low", "value", "high"))
+        for entry, facts in zip(found["predicted"], found["cases"], strict=True)
+    }
+
+
+def compare(
+    rate: str,
+    folder: Path,
+    shape: tuple[int, int] = (NODES, PER_NODE),
+    exchanges: Sequence[str] = EXCHANGES,
+    samples: int = SAMPLES,
+) -> dict[str, Compared]:
+    """Measure and predict all exchanges on links of one rate."""
+    nodes, per_node = shape
+    with Network(nodes, rate=rate) as network:
+        kernels = measure_kernels(network, per_node, folder / "kernels")
+        cluster = measure_links(network, per_node, folder / "links")
+        times = measure_attention(network, per_node, exchanges, samples, folder / "times")
+    predicted = predict(cluster, kernels, exchanges, folder)
+    return {name: Compared(times[name], predicted[name]) for name in exchanges}
+
+
+def main() -> None:
+    if (reason := why_not()) is not None:
+        sys.exit(reason)
+    rates = sys.argv[1:] or RATES
+    columns: list[dict[str, Compared]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for rate in rates:
+            began = time.monotonic()
+            columns.append(compare(rate, Path(name) / rate))
+            load = os.getloadavg()[1]
+            line = f"{rate}: {time.monotonic() - began:.0f} s, load {load:.1f}"
+            print(line, file=sys.stderr, flush=True)
+    print(f"| exchange | {' | '.join(rates)} |\n|{'---|' * (1 + len(rates))}")
+    for exchange in EXCHANGES:
+        cells = [
+            f"{c.median:.0f} / {c.predicted[1]:.0f} ({c.error:+.0%})"
+            for c in (column[exchange] for column in columns)
+        ]
+        print(f"| `{exchange}` | {' | '.join(cells)} |")
+    ratios = [
+        f"{ratio(column, measured=True):.2f} / {ratio(column, measured=False):.2f}"
+        for column in columns
+    ]
+    print(f"| ring / hierarchical ring | {' | '.join(ratios)} |")
+
+
+def ratio(column: dict[str, Compared], *, measured: bool) -> float:
+    """Return the time of the flat ring / that of the hierarchical one."""
+    flat, hierarchical = column["ring"], column["hierarchical_ring"]
+    if measured:
+        return flat.median / hierarchical.median
+    return flat.predicted[1] / hierarchical.predicted[1]
+
+
+if __name__ == "__main__":
+    main()
