@@ -159,6 +159,7 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         count, latest = len(run.rollbacks), run.rollbacks[-1]
         lines = [f"{count}, the last one {_ago(latest.time)}:", latest.describe()]
         rows += _labeled("rollbacks", lines)
+    rows += _labeled("stragglers", list(run.stragglers))
     if run.skipped:
         step, why = run.skipped[-1]
         rows.append(("skipped", f"{len(run.skipped)} updates lately, last of step {step}: {why}"))
@@ -166,6 +167,7 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))
     rows += _labeled("damaged", list(run.damaged))
+    rows += _labeled("waits", list(run.explained))
     rows += _labeled("where", [line.strip() for line in run.where])
     if not run.alive and run.what != "finished" and run.checkpoint is not None:
         from mtrain_cli.launch.run_dir import RunDir

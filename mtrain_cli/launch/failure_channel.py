@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failures, progress_record
+from mtrain_cli.launch import failures, flight_record, progress_record
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
@@ -107,6 +107,11 @@ class FailureChannel:
         if self._hub:
             self._hub.thread.join()
 
+    def wait(self) -> NoReturn:
+        """Wait for the end of the job, as a rank beyond its world size, and exit as it ends."""
+        self._watcher.join()
+        exit_now(1)
+
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
         self._failed = True
@@ -131,7 +136,7 @@ class FailureChannel:
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._rank == 1:
-                records = _records(self._logs, self._world_size)
+                records = _records(self._logs, self._world_size, gone=[0])
                 where = progress_record.activity_lines(records, [0], time.time())
                 print_cause(_lost(0, self._address), where)
             exit_now(1)
@@ -184,6 +189,10 @@ class _Hub:
                 only_consequences = all(failure.is_consequence for failure in self._failures)
                 if not only_consequences or time.monotonic() > deadline:
                     self._end_job()
+        for peer in self._peers:
+            if (peer.rank or 0) >= self._world_size:
+                with contextlib.suppress(OSError):
+                    peer.socket.sendall(bytes([0]))
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -240,11 +249,14 @@ class _Hub:
 
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
-        records = _records(self._logs, self._world_size)
+        gone = [failure.rank for failure in self._failures if not failure.is_consequence]
+        records = _records(self._logs, self._world_size, gone)
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
-        not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
-        silent = failures.find_silent_rank(self._failures, [], not_waiting)
+        left = self._expected - reported
+        not_waiting = progress_record.ranks_not_waiting(left, records)
+        quiet = [*left & progress_record.silent_ranks(records, time.time())]
+        silent = failures.find_silent_rank(self._failures, quiet, not_waiting)
         cause = failures.find_cause([*self._failures, silent] if silent else self._failures)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
@@ -314,11 +326,15 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
     return int(port), key or token
 
 
-def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
-    """Return the activity of the ranks whose record this machine can read, by rank."""
+def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
+    """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
+
+    gone: ranks that have ended.
+    """
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
+    flight_record.save(logs, paths, gone)
     return progress_record.read_activities(paths)
 
 

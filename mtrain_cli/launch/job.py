@@ -13,8 +13,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
 # Keys of the store before the first decision.
 _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
+_HOST = "host of rank {}"
+_smaller: tuple[Job, Job] | None = None  # the job that was started, and the one that continues
 _NOTE_TIMEOUT_S = 10.0
 
 
@@ -74,6 +76,8 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     which has SLURM_PROCID but no SLURM step. variables: by default, those of this process.
     """
     variables = os.environ if variables is None else variables
+    if _smaller is not None and variables is os.environ:
+        return _smaller[1]
     if "RANK" in variables and "WORLD_SIZE" in variables:
         return _torchrun_job(variables)
     in_batch_script = (
@@ -91,6 +95,30 @@ def job_rank() -> int:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
+
+
+def continue_on(job: Job, keep: Sequence[int]) -> Job:
+    """Make a job of fewer ranks the current one of this process, and return it.
+
+    keep: the ranks that continue, by their old numbers. Others get numbers after these.
+    """
+    global _smaller
+    rest = [rank for rank in range(job.world_size) if rank not in keep]
+    smaller = replace(job, rank=[*keep, *rest].index(job.rank), world_size=len(keep))
+    _smaller = job, smaller
+    return smaller
+
+
+def tell_host(job: Job) -> None:
+    """Write the name of this rank's host to the job's store."""
+    key = _HOST.format(job.rank)
+    job_store(job).set(key, _seal(key, socket.gethostname()))
+
+
+def hosts_of_ranks(job: Job) -> list[str]:
+    """Return the host of each rank, after all have called `tell_host`."""
+    keys = [_HOST.format(rank) for rank in range(job.world_size)]
+    return [_unseal(key, job_store(job).get(key)) for key in keys]
 
 
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
@@ -173,6 +201,8 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
+    if _smaller is not None and job == _smaller[1]:
+        return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
     torchrun_serves = _torchrun_serves()
     try:
         serves = job.rank == 0 and not torchrun_serves

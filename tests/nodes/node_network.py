@@ -108,11 +108,15 @@ class Network:
     def lose_power(self, node: int) -> None:
         """Cut the link of a node, then kill its processes: they say goodbye to nobody."""
         self.cut(node)
+        self.send(node, signal.SIGKILL)
+
+    def send(self, node: int, signum: int) -> None:
+        """Send a signal to the processes of a node."""
         own = self.namespaces(node)[0].readlink()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (process / "ns/net").readlink() == own and int(process.name) != self.pid(node):
-                    os.kill(int(process.name), signal.SIGKILL)
+                    os.kill(int(process.name), signum)
 
     def replace_file(self, node: int, file: Path, by: Path) -> None:
         """Give a node another content of a file."""
