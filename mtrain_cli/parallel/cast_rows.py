@@ -20,7 +20,7 @@ from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_rows
+from mtrain_cli.parallel.traffic import ROW_BLOCK, MovedRows, blocks_needed, count_rows
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
@@ -192,18 +192,50 @@ def largest_shares(
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers or too_many_to_count(layout):
         return whole_shares(schedule)
-    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    near, relayed, outer = count_rows(
-        [masks],
-        [inside.positions(rank) for rank in range(inside.workers)],
-        per_node=len(peers[-1]) if len(peers) > 1 else None,
-        block=row_block(inside, block),
-    )
+    per_node = len(peers[-1]) if len(peers) > 1 else None
+    (near, relayed, outer), rows = _count(schedule, layout, masks, per_node, block)
     moved = {1: [near + relayed], 2: [outer, near + relayed], 3: [outer, near, relayed]}[len(peers)]
-    rows = inside.tokens_per_worker * len(masks)
     return tuple(
         (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved
     )
+
+
+def crossing_shares(
+    schedule: Schedule,
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    per_node: int,
+    block: int | None = None,
+) -> tuple[Fraction, ...]:
+    """Return for each cast the rows that leave or reach the busiest node / rows of a shard.
+
+    Empty if `largest_shares` does not count.
+    """
+    peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
+    if not peers or too_many_to_count(layout):
+        return ()
+    groups = max(1, per_node // schedule.heads)
+    (near, _, outer), rows = _count(schedule, layout, masks, groups, block)
+    crossing = [outer.sent, outer.received]
+    if len(peers) == 1:
+        (every, _, _), _ = _count(schedule, layout, masks, None, block)
+        crossing = [every.sent - near.sent, every.received - near.received]
+    busiest = max(int(of.reshape(-1, groups).sum(1).max()) for of in crossing)
+    return Fraction(busiest, rows), *[Fraction(0)] * (len(peers) - 1)
+
+
+def _count(
+    schedule: Schedule,
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    per_node: int | None,
+    block: int | None,
+) -> tuple[tuple[MovedRows, MovedRows, MovedRows], int]:
+    """Return the rows that are near, relayed and outer, and the rows of a shard."""
+    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+    shards, block = [*map(inside.positions, range(inside.workers))], row_block(inside, block)
+    counted = count_rows([masks], shards, per_node=per_node, block=block)
+    return counted, inside.tokens_per_worker * len(masks)
 
 
 def row_block(layout: Layout, block: int | None = None) -> int:

@@ -195,16 +195,13 @@ def cluster_document(
         virtual: whether all nodes of the measurement were parts of the same host.
     """
     fitted = fit_links(times)
-    classes = [link for link in (INNER, OUTER) if link in fitted]
-    count, slower = 1, 1.0
+    classes, count = [link for link in (INNER, OUTER) if link in fitted], 1
     if OUTER in fitted and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
         count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
-    sums = machine.device != CUDA  # gloo
+    gloo = machine.device != CUDA
     links = {
-        link: _link(
-            link, fitted[link], times, measured_ranks, virtual, count if link == OUTER else 1, sums
-        )
-        for link in classes
+        link: _link(link, fitted[link], times, measured_ranks, virtual, at_once, gloo)
+        for link, at_once in zip(classes, (1, count)[-len(classes) :], strict=True)
     }
     if INNER not in links:  # one GPU per node
         links[INNER] = {**links[OUTER]}
@@ -247,11 +244,11 @@ def _link(
     ranks: int,
     virtual: bool,
     at_once: int,
-    sums: bool,
+    gloo: bool,
 ) -> dict[str, Any]:
-    """Describe a link. at_once: collectives that shared it. sums: describe those that sum, too."""
+    """Describe a link. at_once: number of measured collectives that shared its network card."""
     hop, two = fitted[HOP], fitted.get(TWO_HOPS)
-    collectives = fitted[GATHER] if sums else fitted["collectives"]
+    collectives = fitted[GATHER if gloo else "collectives"]
     ranks_text = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
 
     def note(how: str, fit: LinkFit) -> str:
@@ -259,19 +256,16 @@ def _link(
         return f"{how}, {ranks_text}; {error}"
 
     hop_note = note("ring of batch_isend_irecv", hop)
-    collective_note = note("all-gather" + " and reduce-scatter" * (not sums), collectives)
+    collective_note = note("all-gather" + " and reduce-scatter" * (not gloo), collectives)
+    factor = collectives.gbps / fitted[SCATTER].gbps
+    how = note("bandwidth of all-gather / reduce-scatter", fitted[SCATTER])
+    more = {"reduce_factor": _constant(factor, factor, factor, how)} if gloo else {}
     # Total bandwidth of two concurrent messages, but at least that of one message: noise may make
     # the total smaller.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
     took_part = [t.ranks for t in times if t.link == link and t.what in COLLECTIVES]
     share_note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     low, share, high = slowdowns(times, link)
-    more = {}
-    if sums:
-        scatter, scatter_note = fitted[SCATTER], note("reduce-scatter", fitted[SCATTER])
-        more["reduce_latency_us"] = _latency(scatter, scatter_note)
-        rate = at_once * scatter.gbps
-        more["reduce_bandwidth_gbps"] = _bandwidth(scatter, rate, scatter_note)
     return {
         "latency_us": _latency(hop, hop_note),
         "bandwidth_gbps": _bandwidth(hop, hop.gbps, hop_note),
