@@ -159,7 +159,6 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         count, latest = len(run.rollbacks), run.rollbacks[-1]
         lines = [f"{count}, the last one {_ago(latest.time)}:", latest.describe()]
         rows += _labeled("rollbacks", lines)
-    rows += _labeled("stragglers", list(run.stragglers))
     if run.skipped:
         step, why = run.skipped[-1]
         rows.append(("skipped", f"{len(run.skipped)} updates lately, last of step {step}: {why}"))
@@ -167,7 +166,8 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))
     rows += _labeled("damaged", list(run.damaged))
-    rows += _labeled("waits", list(run.explained))
+    for label, notes in groupby(run.notes, key=lambda note: note[0]):
+        rows += _labeled(label, [line for _, line in notes])
     rows += _labeled("where", [line.strip() for line in run.where])
     if not run.alive and run.what != "finished" and run.checkpoint is not None:
         from mtrain_cli.launch.run_dir import RunDir

@@ -354,12 +354,12 @@ def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
     require_runnable(config)
-    from mtrain_cli.launch import run_dir, stragglers
+    from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.local import WARNED, launch
 
     steps = config.train.steps
-    if run_path is not None:
-        stragglers.leave_out(config, run_dir.RunDir(run_path))
+    for watch in plugins.watches() if run_path is not None else ():
+        watch.leave_out(config, run_dir.RunDir(run_path))
     environment = checked_environment(config)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:

@@ -593,8 +593,8 @@ class RunConfig:
         median of the last 64 steps; 0 = never
     straggler: warn of a worker that takes longer than the others for the same work by this fraction
         or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never
-    leave_out_stragglers: restart without the nodes of such workers, and on one machine without
-        their GPUs, if the run fits those that are left
+    leave_out_stragglers: restart a job without the nodes of such workers, if the run fits those
+        that are left
     """
 
     name: str = option()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failures, flight_record, progress_record
+from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
@@ -334,7 +334,7 @@ def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[in
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
-    flight_record.save(logs, paths, gone)
+    progress_record.keep(logs, paths, gone)
     return progress_record.read_activities(paths)
 
 

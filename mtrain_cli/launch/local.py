@@ -20,7 +20,6 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import (
     failures,
-    flight_record,
     guarded_streams,
     progress_record,
     restart,
@@ -224,7 +223,7 @@ def _report_failure(
                 run_status.write_state(run_dir, before)
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
-    flight_record.save(run_dir.logs, supervisor.record_files, supervisor.gone)
+    progress_record.keep(run_dir.logs, supervisor.record_files, supervisor.gone)
     _print_line(failures.format_report(failure, log, supervisor.where))
     return failure
 

@@ -13,9 +13,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from mtrain_cli.config import plugins
 
 SEVERAL = -1  # value of waits_for: the worker waits for all other ranks of a collective
 _NOBODY = -2
@@ -179,6 +181,12 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
         doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
         awaited = None if waits_for == _NOBODY else waits_for
         yield WorkerActivity(seconds, step, doing, awaited, max(seen, seconds))
+
+
+def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
+    """Keep the records of a run that failed. gone: ranks known to be stopped or to have ended."""
+    for watch in plugins.watches():
+        watch.failed(logs, files, gone)
 
 
 def activity_lines(

@@ -46,7 +46,6 @@ _PROGRAM = re.compile(
     r"|NotImplementedError"
 )
 _WITHOUT = "without GPU {}, which does not respond"
-_SLOW = "without GPU {}, which is lost or a straggler"
 _TAIL_BYTES = 1 << 16  # bytes to read at the end of metrics.jsonl
 _DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
@@ -146,24 +145,12 @@ class RestartPolicy:
             return before, None, ""
         listed = visible_devices(before.dims.workers)
         answering = answering_devices(listed)
-        if self._config.run.leave_out_stragglers:
-            from mtrain_cli.launch import stragglers
-
-            slow = {s.device for s in stragglers.current(self._run)} & {*answering}
-            chosen = self._without(before, listed, [d for d in answering if d not in slow], _SLOW)
-            if slow and not isinstance(chosen, str):
-                return chosen
-        return self._without(before, listed, answering)
-
-    def _without(
-        self, before: Environment, listed: list[str], answering: list[str], why: str = _WITHOUT
-    ) -> tuple[Environment, tuple[str, ...] | None, str] | str:
         if len(answering) == len(listed):
             return before, None, ""
         lost = ", ".join(device for device in listed if device not in answering)
         if len(answering) >= before.dims.workers:
-            return before, tuple(answering[: before.dims.workers]), why.format(lost)
-        return shrink_environment(self._config, before, answering, lost, why)
+            return before, tuple(answering[: before.dims.workers]), _WITHOUT.format(lost)
+        return shrink_environment(self._config, before, answering, lost)
 
 
 def is_machine_failure(failure: Failure) -> bool:
@@ -174,7 +161,7 @@ def is_machine_failure(failure: Failure) -> bool:
 
 
 def shrink_environment(
-    config: Config, before: Environment, answering: Sequence[str], lost: str, why: str = _WITHOUT
+    config: Config, before: Environment, answering: Sequence[str], lost: str
 ) -> tuple[Environment, tuple[str, ...], str] | str:
     """Choose the largest number of workers that fits the GPUs that still respond.
 
@@ -195,7 +182,7 @@ def shrink_environment(
             conflicts = [one for one in validate.problems(tried) if one.is_about(["topology."])]
             if not conflicts:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
-                return environment, tuple(answering[:workers]), why.format(lost)
+                return environment, tuple(answering[:workers]), _WITHOUT.format(lost)
         except ConfigError as error:
             conflicts = [*error.problems]
         problem = conflicts[0] if workers == left else problem

@@ -112,7 +112,7 @@ class RunDir:
     state = _Inside("state.json")  # see `run_status`
     restarts = _Inside("restarts.jsonl")  # see `restart`
     rollbacks = _Inside("rollbacks.jsonl")  # see `rollbacks`
-    stragglers = _Inside("stragglers.jsonl")  # see `stragglers`
+    stragglers = _Inside("stragglers.jsonl")  # see `mtrain_extras.watch.stragglers`
 
     @property
     def resume_command(self) -> str:
@@ -436,7 +436,7 @@ def _open_here(path: Path) -> RunDir:
     resolved_file.load(run.resolved)
     folders = run.logs, run.checkpoints
     files = run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts
-    for place in (*files, run.rollbacks, run.stragglers, *folders):
+    for place in (*files, run.rollbacks, *folders):
         if place.exists() and place.is_dir() != (place in folders):
             kind = "file" if place in folders else "folder"
             raise ConfigError(f"--resume {path}: {place.name} is a {kind}. Move it away.")

@@ -15,15 +15,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config import documents, plugins, resolved_file
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import flight_record, progress_record, restart, stragglers
+from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.rollbacks import Rollback, read_events
@@ -203,12 +202,11 @@ class RunStatus:
     checkpoint: NewestCheckpoint | None
     restarts: tuple[Restart, ...]  # oldest first
     rollbacks: tuple[Rollback, ...]  # oldest first
-    stragglers: tuple[str, ...]  # a line for each rank that has not caught up
     skipped: tuple[tuple[int, str], ...]  # of the latest steps, those without an update, and why
     damaged: tuple[str, ...]  # a line for each file that cannot be read
     losses: tuple[float, ...]  # finite training losses of the latest steps
     where: tuple[str, ...]  # what each rank does, if the run is stalled
-    explained: tuple[str, ...]  # who waits for whom, or did so when the run failed
+    notes: tuple[tuple[str, str], ...]  # label and line, of `plugins.watches`
     written: RunState | None  # None if `state.json` cannot be read
 
     @property
@@ -242,14 +240,11 @@ def read_status(run: RunDir) -> RunStatus:
             committed = manifest_file(run.checkpoints, saved).stat().st_mtime
             checkpoint = NewestCheckpoint(saved, max(0.0, now - committed))
             break
-    records, explained = {}, ()
+    records = {}
     if what == "stalled" and written is not None and written.records:
         files = {r: Path(written.records.format(rank=r)) for r in range(len(written.workers))}
         records = progress_record.read_activities(files)
-        explained = tuple(flight_record.explain(records, written.workers, now))
-    elif what in ("failed", "lost", "restarting") and written is not None:
-        flight = flight_record.read(run.logs, written.began)
-        explained = flight.explained if flight else ()
+    watched = (watch.notes(run, what, written, records) for watch in plugins.watches())
     return RunStatus(
         folder=str(run.path),
         what=what,
@@ -263,20 +258,12 @@ def read_status(run: RunDir) -> RunStatus:
         restarts=tuple(restarts),
         damaged=tuple(map(one_line, damaged)),
         rollbacks=tuple(rollbacks),
-        stragglers=tuple(_stragglers(run, written)),
         skipped=tuple((row.step, row.skip_reason) for row in recent if row.skip_reason),
         losses=tuple(s.loss for s in recent if s.loss is not None and math.isfinite(s.loss)),
         where=tuple(progress_record.activity_lines(records, [], now)),
-        explained=tuple(map(one_line, explained)),
+        notes=tuple((label, one_line(line)) for notes in watched for label, line in notes),
         written=written,
     )
-
-
-def _stragglers(run: RunDir, written: RunState | None) -> Iterator[str]:
-    hosts = {place.partition(", ")[0] for place in (written.workers if written else ())}
-    for straggler in stragglers.current(run):
-        left_out = "" if straggler.host in hosts else f"; {straggler.host} is left out"
-        yield one_line(straggler.describe() + left_out)
 
 
 def find_latest_run() -> RunDir:

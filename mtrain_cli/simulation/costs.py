@@ -196,9 +196,7 @@ class Costs:
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)
 
-    def _collective(
-        self, transfer: SpmdTransfer, size: int, crossing: float | None
-    ) -> LinkPrice:
+    def _collective(self, transfer: SpmdTransfer, size: int, crossing: float | None) -> LinkPrice:
         peers, outer = transfer.first.peers, self.crosses(transfer)
         to_all, members = transfer.first.payload == HEADS, self._members(peers)
         us, busy = self.collective(to_all, len(peers), members, size)

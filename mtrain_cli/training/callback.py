@@ -196,20 +196,16 @@ class StragglerWatch(Callback):
         device: str,
         places: Sequence[str],
         warn: Callable[[str], None],
-        record: Callable[[int, float | None], None] = lambda *_: None,
-        slow: Iterable[int] = (),
+        records: Iterable[Callable[[int, float | None], None]] = (),
     ) -> None:
         """share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores.
 
-        record: gets each rank that becomes a straggler with its ratio, or with None when it has
-            caught up.
-        slow: ranks that were stragglers before a restart.
+        records: get a rank and its ratio, or None when it has caught up or is seen not to be slow.
         """
         self._share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
-        self._places, self._warn = places, warn
+        self._places, self._warn, self._records = places, warn, [*records]
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
-        self._slow = set(slow)
-        self._record = record
+        self._slow, self._judged = set[int](), set[int]()
         self._seen = 0
 
     def after_step(self, step: FinishedStep) -> None:
@@ -244,7 +240,14 @@ class StragglerWatch(Callback):
                 self._slow.remove(rank)
                 self._record(rank, None)
                 lines.append(f"{name} has caught up with the others")
+            elif rank not in self._judged | self._slow:
+                self._record(rank, None)
+            self._judged.add(rank)
         return lines
+
+    def _record(self, rank: int, ratio: float | None) -> None:
+        for record in self._records:
+            record(rank, ratio)
 
 
 LAYERS = 8  # number of layers timed, evenly spread

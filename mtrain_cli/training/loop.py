@@ -11,14 +11,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch import progress_record, stragglers
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.rollbacks import read_events, write_rollbacks
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.launch.stragglers import Straggler
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
@@ -90,7 +90,11 @@ def train(
             trainer.callbacks.append(metrics)
             if first:
                 warn = partial(progress.message, warning=True)
-                trainer.callbacks.append(_straggler_watch(trainer, run_dir, warn))
+                records = [partial(w.straggler, run_dir, trainer) for w in plugins.watches()]
+                watch = StragglerWatch(
+                    config.run.straggler, environment.device, trainer.places, warn, records
+                )
+                trainer.callbacks.append(watch)
             try:
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
@@ -140,20 +144,6 @@ def _announce(
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         progress.message(line)
-
-
-def _straggler_watch(
-    trainer: Trainer, run_dir: RunDir, warn: Callable[[str], None]
-) -> StragglerWatch:
-    places = trainer.places
-
-    def record(rank: int, ratio: float | None) -> None:
-        entry = Straggler(time.time(), trainer.step, rank, places[rank], ratio)
-        stragglers.write(run_dir, entry)
-
-    slow = [s.rank for s in stragglers.current(run_dir) if places[s.rank : s.rank + 1] == [s.place]]
-    share = trainer.config.run.straggler
-    return StragglerWatch(share, trainer.environment.device, places, warn, record, slow)
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -112,11 +112,22 @@ class Network:
 
     def send(self, node: int, signum: int) -> None:
         """Send a signal to the processes of a node."""
+        for process in self._processes(node):
+            with contextlib.suppress(OSError):
+                os.kill(process, signum)
+
+    def workers(self, node: int, script: Path) -> list[int]:
+        """Return the processes of a node that run a script, without those that start it."""
+        start = [sys.executable, "-u", str(script)]
+        found = ((pid, Path(f"/proc/{pid}/cmdline")) for pid in self._processes(node))
+        return [pid for pid, file in found if file.read_text().split("\0")[: len(start)] == start]
+
+    def _processes(self, node: int) -> Iterator[int]:
         own = self.namespaces(node)[0].readlink()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (process / "ns/net").readlink() == own and int(process.name) != self.pid(node):
-                    os.kill(int(process.name), signum)
+                    yield int(process.name)
 
     def replace_file(self, node: int, file: Path, by: Path) -> None:
         """Give a node another content of a file."""

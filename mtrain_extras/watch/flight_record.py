@@ -12,11 +12,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
 from mtrain_cli.grouping import grouped, show_spans, spans
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.progress_record import SEVERAL, WorkerActivity
+
+if TYPE_CHECKING:
+    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.launch.run_status import RunState
 
 FILE = "flight.json"
 _MOST = 8  # most groups of waiting ranks that are shown
@@ -69,6 +74,17 @@ def read(logs: Path, since: float) -> FlightRecord | None:
         found = documents.checked(FlightRecord, documents.read_json(logs / FILE))
         return found if found.time >= since else None
     return None
+
+
+def lines(
+    run: RunDir, what: str, written: RunState, records: Mapping[int, WorkerActivity]
+) -> Sequence[str]:
+    """Return who waits for whom in a run that is stalled, or did so when it failed."""
+    if what == "stalled":
+        return explain(records, written.workers, time.time())
+    ended = what == "lost" or written.phase in ("failed", "restarting")
+    flight = read(run.logs, written.began) if ended else None
+    return () if flight is None else (*flight.explained, f"all activities: {run.logs / FILE}")
 
 
 def explain(

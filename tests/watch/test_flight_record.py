@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from mtrain_cli.launch import flight_record, progress_record
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.progress_record import SEVERAL, SILENT_S, WorkerActivity
+from mtrain_extras.watch import flight_record
 
 PLACES = ("node0, GPU 0", "node0, GPU 1", "node1, GPU 0", "node1, GPU 1")
 NOW = 1000.0

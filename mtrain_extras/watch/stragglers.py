@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import signal
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mtrain_cli.config import documents
@@ -21,6 +22,7 @@ from mtrain_cli.launch import restart
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_status import RunState
 
 OPTION = "run.leave_out_stragglers"
 
@@ -32,6 +34,7 @@ class Straggler:
     time: in seconds since the epoch.
     step: the last step that was compared.
     place: host and device.
+    worker: its number among those of the same place; ranks change with the number of nodes.
     ratio: its time / that of the others, for the same work; None if it has caught up.
     """
 
@@ -39,17 +42,16 @@ class Straggler:
     step: int
     rank: int
     place: str
+    worker: int
     ratio: float | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.place, self.worker
 
     @property
     def host(self) -> str:
         return self.place.partition(", ")[0]
-
-    @property
-    def device(self) -> str | None:
-        """Its GPU, as CUDA_VISIBLE_DEVICES names it."""
-        found = re.match(r"[^,]*, GPU (\S+)", self.place)
-        return found and found[1]
 
     def describe(self) -> str:
         return (
@@ -58,15 +60,27 @@ class Straggler:
         )
 
 
-def write(run: RunDir, straggler: Straggler) -> None:
+def write(run: RunDir, step: int, rank: int, places: Sequence[str], ratio: float | None) -> None:
+    place = places[rank]
+    entry = Straggler(time.time(), step, rank, place, places[:rank].count(place), ratio)
+    if ratio is None and entry.key not in {s.key for s in current(run)}:
+        return
     with contextlib.suppress(OSError), run.stragglers.open("a") as file:
-        file.write(documents.json_text(dataclasses.asdict(straggler)) + "\n")
+        file.write(documents.json_text(dataclasses.asdict(entry)) + "\n")
 
 
 def current(run: RunDir) -> list[Straggler]:
-    """Return the ranks that have not caught up, in the order of their names."""
-    latest = {(s.place, s.rank): s for s in restart.entries(run.stragglers, Straggler)[0]}
+    """Return the workers that have not caught up since, also those that were left out."""
+    latest = {s.key: s for s in restart.entries(run.stragglers, Straggler)[0]}
     return [latest[key] for key in sorted(latest) if latest[key].ratio is not None]
+
+
+def lines(run: RunDir, written: RunState) -> Iterator[str]:
+    """Yield a line for `mtrain status` on each straggler."""
+    hosts = {place.partition(", ")[0] for place in written.workers}
+    for straggler in current(run):
+        left_out = "" if straggler.host in hosts else f"; {straggler.host} is left out"
+        yield straggler.describe() + left_out
 
 
 def leave_out(config: Config, run: RunDir) -> None:
