@@ -24,6 +24,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/library": "Python code of users",
     "mtrain_cli/parallel/gather.py": "config.exchanges names the functions",
     "mtrain_cli/profiling/imbalance_benchmark.py": "measurement.TARGETS names the functions",
+    "mtrain_cli/parallel/fsdp.py": "FSDP2's interface of collectives",
     "mtrain_cli/parallel/ring.py": "config.exchanges names the functions",
     "mtrain_cli/training/checkpoint_files.py": "torch's DCP and file objects",
     "mtrain_extras/lm_eval": "lm-eval's interface of models, and entry points",

@@ -3,8 +3,9 @@
 Start it as root on Linux: ``PYTHONPATH=.:tests python -m nodes.times_table``.
 
 The simulator gets what a user would give it: the cluster that `mtrain profile links` measures on
-these nodes, and the times of kernels that `mtrain profile kernels` measures in as many processes at
-once as there are ranks, because they share the cores. Nothing is fitted to the times of attention.
+these nodes, and the times of kernels that `mtrain profile kernels` measures with one process on
+each core at once: the ranks wait for links most of the time, so few more of them compute together.
+Nothing is fitted to the times of attention.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 
 from golden import reach
 
+from mtrain_cli.launch.environment import cpu_cores
 from nodes import node_runs
 from nodes.bytes_table import EXCHANGES
 from nodes.node_network import Network, why_not
 
-RATES = ("50mbit", "200mbit", "800mbit")
-NODES, PER_NODE = 2, 2
+# Rate of the links, nodes, and ranks of each.
+COLUMNS = (("50mbit", 2, 2), ("200mbit", 2, 2), ("800mbit", 2, 2), ("200mbit", 4, 1))
 SAMPLES = 3  # each once without and once with recording, which costs nothing here
 HEADS, HEAD_DIM, SEQ, WINDOW = 32, 64, 512, 64
 # Shards of 2 MiB and a narrow window, so that links take most of the time.
@@ -63,20 +65,25 @@ class Compared:
         return statistics.median(self.measured)
 
     @property
+    def spread(self) -> float:
+        """Difference between the slowest and the fastest sample / the median."""
+        return (max(self.measured) - min(self.measured)) / self.median
+
+    @property
     def error(self) -> float:
         """Relative error of the prediction; negative if it is too short."""
         return self.predicted[1] / self.median - 1
 
 
 def measure_kernels(network: Network, per_node: int, folder: Path) -> Path:
-    """Time the kernel in a process for each rank, all at once. Return the file of one of them."""
+    """Time the kernel in a process for each core or rank, all at once. Return a file of them."""
     folder.mkdir(parents=True)
     words = ["profile", "kernels", "--seq", f"{SEQ // 4},{SEQ // 2},{SEQ}", "--kernel", "sdpa"]
     words += ["--heads", f"{HEADS}/{HEADS}", "--head-dim", str(HEAD_DIM), "--density", "0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     running = []
-    for rank in range(network.count * per_node):
+    for rank in range(min(cpu_cores(), network.count * per_node)):
         command = [sys.executable, "-m", "mtrain_cli", *words, "--out", f"kernels-{rank}.json"]
         command = network.command(rank // per_node, command, folder)
         running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
@@ -122,13 +129,13 @@ def predict(
 
 def compare(
     rate: str,
+    nodes: int,
+    per_node: int,
     folder: Path,
-    shape: tuple[int, int] = (NODES, PER_NODE),
     exchanges: Sequence[str] = EXCHANGES,
     samples: int = SAMPLES,
 ) -> dict[str, Compared]:
     """Measure and predict all exchanges on links of one rate."""
-    nodes, per_node = shape
     with Network(nodes, rate=rate) as network:
         kernels = measure_kernels(network, per_node, folder / "kernels")
         cluster = measure_links(network, per_node, folder / "links")
@@ -140,35 +147,37 @@ def compare(
 def main() -> None:
     if (reason := why_not()) is not None:
         sys.exit(reason)
-    rates = sys.argv[1:] or RATES
     columns: list[dict[str, Compared]] = []
     with tempfile.TemporaryDirectory() as name:
-        for rate in rates:
+        for number, (rate, nodes, per_node) in enumerate(COLUMNS):
             began = time.monotonic()
-            columns.append(compare(rate, Path(name) / rate))
-            load = os.getloadavg()[1]
-            line = f"{rate}: {time.monotonic() - began:.0f} s, load {load:.1f}"
-            print(line, file=sys.stderr, flush=True)
-    print(f"| exchange | {' | '.join(rates)} |\n|{'---|' * (1 + len(rates))}")
+            columns.append(compare(rate, nodes, per_node, Path(name) / str(number)))
+            spread = statistics.median(c.spread for c in columns[-1].values())
+            print(
+                f"{rate}, {nodes} x {per_node}: {time.monotonic() - began:.0f} s, load "
+                f"{os.getloadavg()[1]:.1f}, samples spread by {spread:.0%}",
+                file=sys.stderr,
+                flush=True,
+            )
+    heads = [f"{rate}, {nodes} x {per_node}" for rate, nodes, per_node in COLUMNS]
+    print(f"| exchange | {' | '.join(heads)} |\n|{'---|' * (1 + len(heads))}")
     for exchange in EXCHANGES:
         cells = [
             f"{c.median:.0f} / {c.predicted[1]:.0f} ({c.error:+.0%})"
             for c in (column[exchange] for column in columns)
         ]
         print(f"| `{exchange}` | {' | '.join(cells)} |")
-    ratios = [
-        f"{ratio(column, measured=True):.2f} / {ratio(column, measured=False):.2f}"
-        for column in columns
-    ]
-    print(f"| ring / hierarchical ring | {' | '.join(ratios)} |")
+    ratios = [f"{ring_ratio(c, True):.2f} / {ring_ratio(c, False):.2f}" for c in columns]
+    print(f"| `ring` / `hierarchical_ring` | {' | '.join(ratios)} |")
 
 
-def ratio(column: dict[str, Compared], *, measured: bool) -> float:
+def ring_ratio(column: dict[str, Compared], measured: bool) -> float:
     """Return the time of the flat ring / that of the hierarchical one."""
-    flat, hierarchical = column["ring"], column["hierarchical_ring"]
-    if measured:
-        return flat.median / hierarchical.median
-    return flat.predicted[1] / hierarchical.predicted[1]
+    flat, other = (
+        c.median if measured else c.predicted[1]
+        for c in (column["ring"], column["hierarchical_ring"])
+    )
+    return flat / other
 
 
 if __name__ == "__main__":
