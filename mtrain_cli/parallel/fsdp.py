@@ -80,8 +80,9 @@ def shard_parameters(
         # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
         name = next(name for name, one in decoder.named_modules() if one is module)
-        module.set_custom_all_gather(_Noted(name, "weights", _GATHER))
-        module.set_custom_reduce_scatter(_Noted(name, "gradients", _SCATTER))
+        module.set_custom_all_gather(_Noted(name, "weights", _GATHER))  # type: ignore[arg-type]
+        noted = _Noted(name, "gradients", _SCATTER)
+        module.set_custom_reduce_scatter(noted)  # type: ignore[arg-type]
     # FSDP2 prefetches the unit before the last one, which is here a layer, never its experts.
     for later, earlier in pairwise(reversed(experts)):
         assert isinstance(later, FSDPModule)
