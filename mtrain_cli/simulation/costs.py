@@ -207,8 +207,8 @@ class Costs:
             # Each rank sends directly to those that need its rows. The cards carry the sum.
             card = crossing * self.burden(link.shared_by) / self.cluster.gpus_per_node
             busy = card / self._capacity(link)
-            us = max(self._moving(link, card), self._moving(self.cluster.inner, size))
-            us += self.burden(link.collective_latency_us)
+            us = self.burden(link.latency_us)
+            us += max(busy, size / self._capacity(self.cluster.inner))
         share = self.burden(link.gpu_share)
         latencies, busies, shares = (np.full(len(outer), v) for v in (us - busy, busy, share))
         return latencies, busies, outer, shares

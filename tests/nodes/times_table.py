@@ -31,7 +31,7 @@ from nodes.node_network import Network, why_not
 
 # Rate of the links, nodes, and ranks of each.
 COLUMNS = (("50mbit", 2, 2), ("200mbit", 2, 2), ("800mbit", 2, 2), ("200mbit", 4, 1))
-SAMPLES = 3  # each once without and once with recording, which costs nothing here
+SAMPLES = 4  # each once without and once with recording, which costs nothing here
 HEADS, HEAD_DIM, SEQ, WINDOW = 32, 64, 512, 64
 # Shards of 2 MiB and a narrow window, so that links take most of the time.
 SETTINGS = [

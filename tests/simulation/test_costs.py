@@ -173,10 +173,10 @@ def test_the_network_cards_of_a_node_carry_all_rows_of_a_cast_that_cross(exchang
     found = priced.message(moves, 10**6, crossing=2e6)
     card = 2e6 * shared_by / 4
     assert found.busy.tolist() == [card / 20e3] * 8
-    assert (found.latency + found.busy).tolist() == [30 + card / 5e3] * 8
+    assert (found.latency + found.busy).tolist() == [5 + card / 20e3] * 8
     # If few rows cross, the links inside a node decide.
     few = priced.message(moves, 10**6, crossing=4.0)
-    assert (few.latency + few.busy).tolist() == [30 + 1e6 / 50e3] * 8
+    assert (few.latency + few.busy).tolist() == [5 + 1e6 / 200e3] * 8
 
 
 def test_a_sum_takes_longer_by_the_factor_of_its_links():
