@@ -161,15 +161,17 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    heads = [f"{rate}, {nodes} x {per_node}" for rate, nodes, per_node in wanted]
+    heads = [
+        f"{rate.removesuffix('mbit')}, {nodes} x {per_node}" for rate, nodes, per_node in wanted
+    ]
     print(f"| exchange | {' | '.join(heads)} |\n|{'---|' * (1 + len(heads))}")
     for exchange in EXCHANGES:
         cells = [
-            f"{c.median:.0f} / {c.predicted[1]:.0f} ({c.error:+.0%})"
+            f"{c.median:.0f}/{c.predicted[1]:.0f} ({100 * c.error:+.0f})"
             for c in (column[exchange] for column in columns)
         ]
         print(f"| `{exchange}` | {' | '.join(cells)} |")
-    ratios = [f"{ring_ratio(c, True):.2f} / {ring_ratio(c, False):.2f}" for c in columns]
+    ratios = [f"{ring_ratio(c, True):.2f}/{ring_ratio(c, False):.2f}" for c in columns]
     print(f"| `ring` / `hierarchical_ring` | {' | '.join(ratios)} |")
 
 
