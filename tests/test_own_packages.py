@@ -44,6 +44,11 @@ IMPORTED = {
         reporting.html training.callback training.checkpointer training.evaluation
         training.trainer
     """,
+    "mtrain_extras/watch": """
+        config config.schema grouping launch launch.environment launch.failure_channel
+        launch.guarded_streams launch.progress_record launch.run_dir launch.run_status
+        training.trainer
+    """,
     "mtrain_extras/mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files
         data.corpora data.store data.text_files data.token_cache data.tokenizers

@@ -166,6 +166,8 @@ def status_rows(run: RunStatus) -> list[tuple[str, str]]:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))
     rows += _labeled("damaged", list(run.damaged))
+    for label, notes in groupby(run.notes, key=lambda note: note[0]):
+        rows += _labeled(label, [line for _, line in notes])
     rows += _labeled("where", [line.strip() for line in run.where])
     if not run.alive and run.what != "finished" and run.checkpoint is not None:
         from mtrain_cli.launch.run_dir import RunDir

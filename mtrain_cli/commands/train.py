@@ -370,6 +370,9 @@ def _launch(
     from mtrain_cli.launch.local import WARNED, launch
 
     steps = config.train.steps
+    for watch in plugins.watches():
+        if run_path is not None:
+            watch.leave_out(config, run_dir.RunDir(run_path))
     environment = checked_environment(config)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     resume = False

@@ -115,6 +115,8 @@ class Link:
     collective_bandwidth_gbps: bandwidth of each link during a collective.
     shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
+    reduce_factor: time of a reduce-scatter / that of an all-gather; None for 1. With gloo it is 2,
+        because gloo sums everything before it keeps a part.
     """
 
     latency_us: Constant
@@ -125,6 +127,7 @@ class Link:
     collective_ranks: Constant
     shared_by: Constant
     gpu_share: Constant
+    reduce_factor: Constant | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +258,7 @@ _GPU_CHECKS = {
 _LINK_CHECKS = {
     **dict.fromkeys(("latency_us", "collective_latency_us"), _AT_LEAST),
     **dict.fromkeys(("bandwidth_gbps", "capacity_gbps", "collective_bandwidth_gbps"), _ABOVE),
+    "reduce_factor": _ABOVE,
     **dict.fromkeys(("collective_ranks", "shared_by"), _COUNT),
     "gpu_share": _SHARE,
 }
@@ -345,13 +349,15 @@ def _read(content: Mapping[str, Any]) -> Cluster:
 def _link(links: Mapping[str, Any], name: str) -> Link:
     section = _section(links, name, "links.")
     given = {key: value for key, value in section.items() if value is not None}
-    left_out = [key for key in _DEFAULTS if key not in given]
+    left_out = [key for key in (*_DEFAULTS, "reduce_factor") if key not in given]
     given.setdefault("collective_ranks", _RANKS)
     if name == "inner":
         given.setdefault("shared_by", _OWN_LINKS)
     checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
     constants = _constants(given, checks, f"links.{name}.", tuple(left_out))
-    for key in left_out:  # in an order in which a default's own default comes first
+    for key in (
+        key for key in _DEFAULTS if key in left_out
+    ):  # in an order in which a default's own default comes first
         constants[key] = constants[_DEFAULTS[key]]
     return Link(**constants)
 

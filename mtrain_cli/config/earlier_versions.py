@@ -28,7 +28,7 @@ LATER: dict[str, Any] = {
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
-        "train.offload_activations", "train.keep_mlp",
+        "train.offload_activations", "train.keep_mlp", "run.leave_out_stragglers",
     ), False),
     **dict.fromkeys((
         "topology.tensor_parallel", "topology.expert_parallel",

@@ -130,6 +130,11 @@ def places() -> list[Any]:
     return load("mtrain.places", lambda _, module: module)[:1]
 
 
+def watches() -> list[Any]:
+    """Return the modules that watch over runs: see the group in extending.md."""
+    return load("mtrain.watch", lambda _, module: module)
+
+
 def callback_names() -> tuple[str, ...]:
     """Return the names of the callbacks of installed packages, without loading them."""
     return tuple(entry.name for entry in installed(CALLBACKS))

@@ -603,6 +603,8 @@ class RunConfig:
         median of the last 64 steps; 0 = never
     straggler: warn of a worker that takes longer than the others for the same work by this fraction
         or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never
+    leave_out_stragglers: restart a job without the nodes of such workers, if the run fits those
+        that are left
     """
 
     name: str = option()
@@ -616,6 +618,7 @@ class RunConfig:
         Range(f"must be 0, or {_SPIKES.rule[8:]}", lambda value: value == 0 or value >= 3)
     )
     straggler: float | str = option(at_least(0, "must be auto or a number, 0 or more"))
+    leave_out_stragglers: bool = option()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,11 @@ class FailureChannel:
         if self._hub:
             self._hub.thread.join()
 
+    def wait(self) -> NoReturn:
+        """Wait for the end of the job, as a rank beyond its world size, and exit as it ends."""
+        self._watcher.join()
+        exit_now(1)
+
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
         self._failed = True
@@ -140,7 +145,7 @@ class FailureChannel:
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._tells:
-                records = _records(self._logs, self._world_size)
+                records = _records(self._logs, self._world_size, gone=[0])
                 # Records of other machines have the times of their clocks, so show no ages.
                 now = time.time() if self._one_machine else 0.0
                 where = progress_record.activity_lines(records, [0], now)
@@ -196,6 +201,10 @@ class _Hub:
                 only_consequences = all(failure.is_consequence for failure in self._failures)
                 if not only_consequences or time.monotonic() > deadline:
                     self._end_job()
+        for peer in self._peers:
+            if (peer.rank or 0) >= self._world_size:
+                with contextlib.suppress(OSError):
+                    peer.socket.sendall(bytes([0]))
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -258,16 +267,18 @@ class _Hub:
 
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
-        read = _records(self._logs, self._world_size)
+        gone = [failure.rank for failure in self._failures if not failure.is_consequence]
+        read = _records(self._logs, self._world_size, gone)
         records = {rank: self._by_own_clock(rank, record) for rank, record in read.items()}
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
-        not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
+        left = self._expected - reported
+        not_waiting = progress_record.ranks_not_waiting(left, records)
+        quiet = [*left & progress_record.silent_ranks(records, time.time())]
         # Or one that was stopped while it waited: it began as early as those that report a timeout.
         first = min((records[rank].time for rank in reported & records.keys()), default=0.0)
         early = {rank for rank in records if records[rank].time < first + CAUSE_GRACE_S / 2}
-        late = not_waiting or early & self._expected - reported
-        silent = failures.find_silent_rank(self._failures, [], [*late])
+        silent = failures.find_silent_rank(self._failures, quiet, [*(not_waiting or early & left)])
         cause = failures.find_cause([*self._failures, silent] if silent else self._failures)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
@@ -337,11 +348,15 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
     return int(port), key or token
 
 
-def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
-    """Return the activity of the ranks whose record this machine can read, by rank."""
+def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
+    """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
+
+    gone: ranks that have ended.
+    """
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
+    progress_record.keep(logs, paths, gone)
     return progress_record.read_activities(paths)
 
 

@@ -15,8 +15,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
 # Keys of the store before the first decision.
 _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
+_HOST = "host of rank {}"
+_smaller: tuple[Job, Job] | None = None  # the job that was started, and the one that continues
 _NOTE_TIMEOUT_S = 10.0
 _ANSWER_S = 30.0  # of a store that is there
 
@@ -78,6 +80,8 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     which has SLURM_PROCID but no SLURM step. variables: by default, those of this process.
     """
     variables = os.environ if variables is None else variables
+    if _smaller is not None and variables is os.environ:
+        return _smaller[1]
     if "RANK" in variables and "WORLD_SIZE" in variables:
         return _torchrun_job(variables)
     in_batch_script = (
@@ -95,6 +99,30 @@ def job_rank() -> int:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
+
+
+def continue_on(job: Job, keep: Sequence[int]) -> Job:
+    """Make a job of fewer ranks the current one of this process, and return it.
+
+    keep: the ranks that continue, by their old numbers. Others get numbers after these.
+    """
+    global _smaller
+    rest = [rank for rank in range(job.world_size) if rank not in keep]
+    smaller = replace(job, rank=[*keep, *rest].index(job.rank), world_size=len(keep))
+    _smaller = job, smaller
+    return smaller
+
+
+def tell_host(job: Job) -> None:
+    """Write the name of this rank's host to the job's store."""
+    key = _HOST.format(job.rank)
+    job_store(job).set(key, _seal(key, socket.gethostname()))
+
+
+def hosts_of_ranks(job: Job) -> list[str]:
+    """Return the host of each rank, after all have called `tell_host`."""
+    keys = [_HOST.format(rank) for rank in range(job.world_size)]
+    return [_unseal(key, job_store(job).get(key)) for key in keys]
 
 
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
@@ -178,6 +206,8 @@ def job_store(job: Job) -> Store:
     import torch.distributed as dist
 
     shared_key("")  # refuses a secret that others know before anybody waits
+    if _smaller is not None and job == _smaller[1]:
+        return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
     torchrun_serves = _torchrun_serves()
     try:
         serves = job.rank == 0 and not torchrun_serves

@@ -223,6 +223,7 @@ def _report_failure(
                 run_status.write_state(run_dir, before)
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
+    progress_record.keep(run_dir.logs, supervisor.record_files, supervisor.gone)
     _print_line(failures.format_report(failure, log, supervisor.where))
     return failure
 
@@ -337,6 +338,7 @@ class Supervisor:
     """Runs one command for each rank of this machine, without restarts.
 
     failures, where: which workers failed, and lines on what all did then, after `run_to_end`.
+    gone: ranks that were the first to end, or were stopped.
     """
 
     def __init__(
@@ -358,6 +360,7 @@ class Supervisor:
         self._processes: list[Popen] = []  # by rank
         self.failures: list[Failure] = []
         self.where: list[str] = []
+        self.gone: list[int] = []
         self._last_check = time.monotonic()
         self._overdue: list[Failure] = []
 
@@ -415,11 +418,15 @@ class Supervisor:
         )
         return [failure for failure in records if failure is not None]
 
+    @property
+    def record_files(self) -> dict[int, Path]:
+        """The file of the activities of each rank."""
+        path = progress_record.launcher_record_path
+        return {rank: path(self._failure_file(rank), rank) for rank in range(self._workers)}
+
     def _activities(self) -> dict[int, WorkerActivity]:
         """Return the activity that each worker recorded last, by rank."""
-        path = progress_record.launcher_record_path
-        files = {r: path(self._failure_file(r), r) for r in range(self._workers)}
-        return progress_record.read_activities(files)
+        return progress_record.read_activities(self.record_files)
 
     def _find_overdue(self) -> list[Failure]:
         """Return a failure for each worker that waits too long. NCCL's watchdog misses some."""
@@ -452,6 +459,7 @@ class Supervisor:
         }
         failed += self._find_silent(failed, running, records)
         cause = failures.find_cause(failed)
+        self.gone += [failure.rank for failure in failed if failure.severity < 3]
         self.where = progress_record.activity_lines(records, [cause.rank], time.time())
         self.failures = failed
         # A process that hangs in the operating system does not even react to SIGKILL.
@@ -466,7 +474,7 @@ class Supervisor:
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
         """Return a failure for workers that reported no failure but kept the others waiting."""
-        stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
+        self.gone = stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         not_waiting = progress_record.ranks_not_waiting(running, records)
         # NCCL's watchdog aborts a process that waited too long, whose activity record is then old.
         waited_long = any(

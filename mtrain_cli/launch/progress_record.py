@@ -1,7 +1,8 @@
-"""Record what each worker does, in a small file that outlives the worker's process.
+"""Record the last activities of each worker, in a small file that outlives the worker's process.
 
-The file is mapped to memory, so writing takes a microsecond, and the launcher can read it after a
-failure. The record says what the host does; a GPU may still be at an earlier activity.
+The file is mapped to memory, so writing takes a microsecond, and others can read it while the
+worker hangs and after it died. The record says what the host does; a GPU may still be at an earlier
+activity. A thread renews the time stamp of the file, unless the process is stopped.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from mtrain_cli.config import plugins
 
 SEVERAL = -1  # value of waits_for: the worker waits for all other ranks of a collective
 _NOBODY = -2
-# The file has three parts of 256 bytes. The first byte of the file is 1 or 2: the part with the
-# current record. The next record goes to the other part, so no reader sees half a record.
+# The file has parts of 256 bytes. Its first byte is the number of the part with the current record,
+# from 1. The next record goes to the next part, and after the last to the first, so no reader of
+# the others sees half a record.
 # A record is seconds since the epoch, training step, rank that the worker waits for, then text.
 _HEAD = struct.Struct("<dii")
 _SLOT = 256
-_SLOTS = (_SLOT, 2 * _SLOT)
-_SIZE = 3 * _SLOT
+_PARTS = 128
+_SIZE = (1 + _PARTS) * _SLOT
 _SHOWN = 8
+BEAT_S = 5.0  # seconds between two renewals of the time stamp
+SILENT_S = 60.0  # a worker this long without one hangs; network file systems show it later
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class WorkerActivity:
     training_step: int  # counted from 1; 0 before the first step
     doing: str
     waits_for: int | None = None  # a rank, SEVERAL in a collective, or None
+    seen: float = field(default=0.0, compare=False)  # the last sign of life; 0 if unknown
 
     def text(self, now: float) -> str:
         """Return the activity in one line, with its age at ``now`` if at least one second."""
@@ -55,18 +63,27 @@ class _ProgressRecord:
         self._current = 0
         self.training_step = 0
         self.place = ""
+        beat = threading.Thread(target=_beat, args=(path,), name="signs of life", daemon=True)
+        beat.start()
 
     def write(self, doing: str, waits_for: int) -> None:
-        self._current = 1 - self._current
-        at = _SLOTS[self._current]
+        self._current = self._current % _PARTS + 1
+        at = self._current * _SLOT
         text = ": ".join(filter(None, (self.place, doing))).encode()
         text = text[: _SLOT - _HEAD.size - 1] + b"\0"
         _HEAD.pack_into(self._map, at, time.time(), self.training_step, waits_for)
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
-        self._map[0] = self._current + 1
+        self._map[0] = self._current
 
     def last(self) -> WorkerActivity | None:
-        return _parsed(self._map[:])
+        return next(_parsed(self._map[:]), None)
+
+
+def _beat(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the record was removed
+        while True:
+            time.sleep(BEAT_S)
+            os.utime(path)
 
 
 _record: _ProgressRecord | None = None  # of this process
@@ -128,9 +145,13 @@ def own_activity() -> WorkerActivity | None:
 
 
 def read_activity(path: Path) -> WorkerActivity | None:
+    return next(read_history(path), None)
+
+
+def read_history(path: Path) -> Iterator[WorkerActivity]:
+    """Yield the last activities of a worker, the newest first."""
     with contextlib.suppress(OSError):
-        return _parsed(path.read_bytes())
-    return None
+        yield from _parsed(path.read_bytes(), path.stat().st_mtime)
 
 
 def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
@@ -138,18 +159,34 @@ def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
     return {rank: record for rank, record in records.items() if record}
 
 
+def silent_ranks(records: Mapping[int, WorkerActivity], now: float) -> set[int]:
+    """Return the ranks that have shown no sign of life for `SILENT_S`."""
+    return {rank for rank, a in records.items() if a.seen and now - a.seen > SILENT_S}
+
+
 def ranks_not_waiting(ranks: Iterable[int], records: Mapping[int, WorkerActivity]) -> list[int]:
     """Return the ranks that do not wait for another rank, or that have no record."""
     return [rank for rank in ranks if rank not in records or records[rank].waits_for is None]
 
 
-def _parsed(content: bytes) -> WorkerActivity | None:
-    if len(content) < _SIZE or content[0] not in (1, 2):
-        return None
-    at = _SLOTS[content[0] - 1]
-    seconds, step, waits_for = _HEAD.unpack_from(content, at)
-    doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
-    return WorkerActivity(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
+def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
+    """Yield the activities in a file, the newest first. seen: the last sign of life."""
+    if len(content) < _SIZE or not 1 <= content[0] <= _PARTS:
+        return
+    for back in range(_PARTS - 1):  # the next record may be half written to the oldest part
+        at = ((content[0] - 1 - back) % _PARTS + 1) * _SLOT
+        seconds, step, waits_for = _HEAD.unpack_from(content, at)
+        if not seconds:
+            return
+        doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
+        awaited = None if waits_for == _NOBODY else waits_for
+        yield WorkerActivity(seconds, step, doing, awaited, max(seen, seconds))
+
+
+def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
+    """Keep the records of a run that failed. gone: ranks known to be stopped or to have ended."""
+    for watch in plugins.watches():
+        watch.failed(logs, files, gone)
 
 
 def activity_lines(

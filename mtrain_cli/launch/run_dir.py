@@ -112,6 +112,7 @@ class RunDir:
     state = _Inside("state.json")  # see `run_status`
     restarts = _Inside("restarts.jsonl")  # see `restart`
     rollbacks = _Inside("rollbacks.jsonl")  # see `rollbacks`
+    stragglers = _Inside("stragglers.jsonl")  # see `mtrain_extras.watch.stragglers`
 
     @property
     def resume_command(self) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config import documents, plugins, resolved_file
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
@@ -217,6 +217,7 @@ class RunStatus:
     damaged: tuple[str, ...]  # a line for each file that cannot be read
     losses: tuple[float, ...]  # finite training losses of the latest steps
     where: tuple[str, ...]  # what each rank does, if the run is stalled
+    notes: tuple[tuple[str, str], ...]  # label and line, of `plugins.watches`
     written: RunState | None  # None if `state.json` cannot be read
 
     @property
@@ -259,6 +260,7 @@ def read_status(run: RunDir) -> RunStatus:
     if what == "stalled" and written is not None and written.records:
         files = {r: Path(written.records.format(rank=r)) for r in range(len(written.workers))}
         records = progress_record.read_activities(files)
+    watched = (watch.notes(run, what, written, records) for watch in plugins.watches())
     return RunStatus(
         folder=str(run.path),
         what=what,
@@ -275,6 +277,7 @@ def read_status(run: RunDir) -> RunStatus:
         skipped=tuple((row.step, row.skip_reason) for row in recent if row.skip_reason),
         losses=tuple(s.loss for s in recent if s.loss is not None and math.isfinite(s.loss)),
         where=tuple(progress_record.activity_lines(records, [], now)),
+        notes=tuple((label, one_line(line)) for notes in watched for label, line in notes),
         written=written,
     )
 

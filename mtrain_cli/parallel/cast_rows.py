@@ -234,7 +234,28 @@ def shares_of(
     """Return the `ShardSizes.casts` of a schedule. rows: number of rows that a rank holds."""
     moved = (wanted.moved(*of_pass) for of_pass in _routes_of_passes(schedule))
     return tuple(
-        (Fraction(int(m.sent.max()), rows), Fraction(int(m.received.max()), rows)) for m in moved
+        (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved
+    )
+
+
+def crossing_shares(
+    schedule: Schedule,
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    per_node: int,
+    block: int | None = None,
+) -> tuple[Fraction, ...]:
+    """Return for each cast the rows that leave or reach the busiest node / rows of a shard.
+
+    Empty if `largest_shares` does not count.
+    """
+    if not schedule.traits.by_mask or too_many_to_count(layout):
+        return ()
+    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+    wanted, groups = wanted_rows(schedule, inside, masks, block), max(1, per_node // schedule.heads)
+    return tuple(
+        Fraction(wanted.most_crossing(route, groups), inside.tokens_per_worker)
+        for route, _ in _routes_of_passes(schedule)
     )
 
 

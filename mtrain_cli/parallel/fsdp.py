@@ -18,11 +18,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from mtrain_cli.launch import progress_record
 from mtrain_cli.parallel.mesh import SHARD, TENSOR
 
 
@@ -77,10 +79,42 @@ def shard_parameters(
             module.set_gradient_divide_factor(1.0)
         # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
+        name = next(name for name, one in decoder.named_modules() if one is module)
+        module.set_custom_all_gather(_Noted(name, "weights", _GATHER))  # type: ignore[arg-type]
+        noted = _Noted(name, "gradients", _SCATTER)
+        module.set_custom_reduce_scatter(noted)  # type: ignore[arg-type]
     # FSDP2 prefetches the unit before the last one, which is here a layer, never its experts.
     for later, earlier in pairwise(reversed(experts)):
         assert isinstance(later, FSDPModule)
         later.set_modules_to_backward_prefetch([earlier])  # type: ignore[list-item]
+
+
+# PyTorch 2.13 renamed both.
+_GATHER, _SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+
+
+class _Noted:
+    """A collective of FSDP2 that the activity record names. gloo waits in the call."""
+
+    def __init__(self, name: str, what: str, collective: str) -> None:
+        self._doing, self._what = f"FSDP, {name or 'embedding, norm and head'}", what
+        self._collective = collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **more: Any
+    ) -> Any:
+        waits = f"{self._doing}: waits for {self._what} among {group.size()} ranks"
+        progress_record.note(waits, progress_record.SEVERAL)
+        work = getattr(dist, self._collective)(output_tensor, input_tensor, group=group, **more)
+        progress_record.note(self._doing)
+        return work
 
 
 def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:

@@ -122,10 +122,13 @@ class Transport:
         assert transfer.to is not None
         assert transfer.source is not None
         with self._posting(transfer, leaving.nbytes) as group:
+            # The receive comes first. gloo then tells the sender that this rank is ready, before it
+            # sends. Otherwise that would arrive after the data, and one direction wait for the
+            # other: between two ranks, a hop took twice as long.
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
-                    dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
+                    dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                 ]
             )
 
@@ -194,12 +197,8 @@ class Transport:
         works = self._works.pop(number, [])
         with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
-                # gloo returns one Work for the send and one for the receive, NCCL one for both.
-                with (
-                    self._while_sending(number)
-                    if len(works) == 2 and at == 0
-                    else self._while_receiving(number)
-                ):
+                # gloo returns one Work for the receive and one for the send, NCCL one for both.
+                with self._while_sending(number) if at == 1 else self._while_receiving(number):
                     work.wait()
         if works and self.recorder is not None:
             self.recorder.arrived(number)

@@ -27,7 +27,7 @@ from mtrain_cli.parallel.recording import (
     BACKWARD,
     FORWARD,
 )
-from mtrain_cli.parallel.schedule import HEADS, SUM
+from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, HEADS, SUM
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, FloatArray, KernelCurves
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
@@ -145,14 +145,24 @@ class Costs:
         return ranks // per_node * per_node + ranks % per_node // shared
 
     def message(
-        self, transfer: SpmdTransfer, size: int, recorded: int | None = None
+        self,
+        transfer: SpmdTransfer,
+        size: int,
+        recorded: int | None = None,
+        crossing: float | None = None,
     ) -> PricedMessage:
-        """Price a transfer of ``size`` bytes from each rank. recorded: bytes of a profile's row."""
+        """Price a transfer of ``size`` bytes from each rank.
+
+        recorded: bytes of a profile's row.
+        crossing: bytes of a group cast that leave or reach the busiest node.
+        """
         t = transfer.first
-        key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers)
+        key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers), crossing
         if key not in self._messages:
-            price = self._collective if transfer.to is None else self._between_two
-            self._messages[key] = price(transfer, size)
+            if transfer.to is None:
+                self._messages[key] = self._collective(transfer, size, crossing)
+            else:
+                self._messages[key] = self._between_two(transfer, size)
         return PricedMessage(transfer, *self._messages[key], size if recorded is None else recorded)
 
     def _between_two(self, transfer: SpmdTransfer, size: int) -> LinkPrice:
@@ -186,11 +196,20 @@ class Costs:
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)
 
-    def _collective(self, transfer: SpmdTransfer, size: int) -> LinkPrice:
+    def _collective(self, transfer: SpmdTransfer, size: int, crossing: float | None) -> LinkPrice:
         peers, outer = transfer.first.peers, self.crosses(transfer)
         to_all, members = transfer.first.payload == HEADS, self._members(peers)
         us, busy = self.collective(to_all, len(peers), members, size)
-        share = self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share)
+        link = self.cluster.link(outer=bool(outer[0]))
+        if transfer.first.kind in ("reduce_scatter", SUM) and link.reduce_factor is not None:
+            us, busy = (self.burden(link.reduce_factor) * t for t in (us, busy))
+        if crossing is not None and outer[0]:
+            # Each rank sends directly to those that need its rows. The cards carry the sum.
+            card = crossing * self.burden(link.shared_by) / self.cluster.gpus_per_node
+            busy = card / self._capacity(link)
+            us = self.burden(link.latency_us)
+            us += max(busy, size / self._capacity(self.cluster.inner))
+        share = self.burden(link.gpu_share)
         latencies, busies, shares = (np.full(len(outer), v) for v in (us - busy, busy, share))
         return latencies, busies, outer, shares
 
@@ -321,7 +340,11 @@ class LayerPrices:
     def message(self, transfer: SpmdTransfer, post: Post) -> PricedMessage:
         # A profile records the payload of an all-reduce, which sends more bytes than that.
         recorded = self.costs.bytes_of(post.payload) if transfer.first.kind == SUM else None
-        return self.costs.message(transfer, self.costs.bytes_of(post.sends), recorded)
+        size, sizes, crossing = self.costs.bytes_of(post.sends), self.costs.sizes, None
+        if transfer.first.kind in (GROUP_CAST, GROUP_REDUCE) and sizes.crossing:
+            sent = sizes.casts[post.cast][transfer.first.kind == GROUP_REDUCE]
+            crossing = float(size * sizes.crossing[post.cast] / sent) if sent else 0.0
+        return self.costs.message(transfer, size, recorded, crossing)
 
     def copy(self, op: Copy) -> float:
         return self.costs.copy_us(op.moves)

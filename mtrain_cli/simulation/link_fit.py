@@ -195,13 +195,18 @@ def cluster_document(
         virtual: whether all nodes of the measurement were parts of the same host.
     """
     fitted = fit_links(times)
-    classes = [link for link in (INNER, OUTER) if link in fitted]
-    links = {link: _link(link, fitted[link], times, measured_ranks, virtual) for link in classes}
+    classes, count = [link for link in (INNER, OUTER) if link in fitted], 1
+    if OUTER in fitted and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
+        count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
+    gloo = machine.device != CUDA
+    links = {
+        link: _link(link, fitted[link], times, measured_ranks, virtual, at_once, gloo)
+        for link, at_once in zip(classes, (1, count)[-len(classes) :], strict=True)
+    }
     if INNER not in links:  # one GPU per node
         links[INNER] = {**links[OUTER]}
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
-        count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
         note = f"all rings between nodes at once took {slower:.2f}x as long as one"
         links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
@@ -233,9 +238,17 @@ def cluster_document(
 
 
 def _link(
-    link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], ranks: int, virtual: bool
+    link: str,
+    fitted: Mapping[str, LinkFit],
+    times: Sequence[LinkTime],
+    ranks: int,
+    virtual: bool,
+    at_once: int,
+    gloo: bool,
 ) -> dict[str, Any]:
-    hop, collectives, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
+    """Describe a link. at_once: number of measured collectives that shared its network card."""
+    hop, two = fitted[HOP], fitted.get(TWO_HOPS)
+    collectives = fitted[GATHER if gloo else "collectives"]
     ranks_text = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
 
     def note(how: str, fit: LinkFit) -> str:
@@ -243,7 +256,10 @@ def _link(
         return f"{how}, {ranks_text}; {error}"
 
     hop_note = note("ring of batch_isend_irecv", hop)
-    collective_note = note("all-gather and reduce-scatter", collectives)
+    collective_note = note("all-gather" + " and reduce-scatter" * (not gloo), collectives)
+    factor = collectives.gbps / fitted[SCATTER].gbps
+    how = note("bandwidth of all-gather / reduce-scatter", fitted[SCATTER])
+    more = {"reduce_factor": _constant(factor, factor, factor, how)} if gloo else {}
     # Total bandwidth of two concurrent messages, but at least that of one message: noise may make
     # the total smaller.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
@@ -255,11 +271,14 @@ def _link(
         "bandwidth_gbps": _bandwidth(hop, hop.gbps, hop_note),
         "capacity_gbps": _bandwidth(hop, capacity, "two rings at once" if two else hop_note),
         "collective_latency_us": _latency(collectives, collective_note),
-        "collective_bandwidth_gbps": _bandwidth(collectives, collectives.gbps, collective_note),
+        "collective_bandwidth_gbps": _bandwidth(
+            collectives, at_once * collectives.gbps, collective_note
+        ),
         "collective_ranks": _exactly(
             max(took_part, default=ranks), "ranks of each collective that was measured"
         ),
         "gpu_share": _constant(share, low, high, share_note),
+        **more,
     }
 
 

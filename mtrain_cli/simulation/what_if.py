@@ -24,7 +24,7 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import divisors
-from mtrain_cli.parallel.cast_rows import largest_shares
+from mtrain_cli.parallel.cast_rows import crossing_shares, largest_shares
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
@@ -273,7 +273,8 @@ def make_case(
     )
     casts = largest_shares(schedule, layout, masks, block)
     sizes = needs.sizes(layout.tokens_per_worker * len(masks))
-    sizes = replace(sizes, sequences=len(masks), casts=casts)
+    crossing = crossing_shares(schedule, layout, masks, per_node, block)
+    sizes = replace(sizes, sequences=len(masks), casts=casts, crossing=crossing)
     return ReplayCase(setup, layout, choice, schedule, counter, sizes)
 
 

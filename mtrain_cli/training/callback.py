@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -191,13 +191,21 @@ class StragglerWatch(Callback):
     """
 
     def __init__(
-        self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
+        self,
+        share: float | str,
+        device: str,
+        places: Sequence[str],
+        warn: Callable[[str], None],
+        records: Iterable[Callable[[int, float | None], None]] = (),
     ) -> None:
-        """share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores."""
+        """share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores.
+
+        records: get a rank and its ratio, or None when it has caught up or is seen not to be slow.
+        """
         self._share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
-        self._places, self._warn = places, warn
+        self._places, self._warn, self._records = places, warn, [*records]
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
-        self._slow: set[int] = set()
+        self._slow, self._judged = set[int](), set[int]()
         self._seen = 0
 
     def after_step(self, step: FinishedStep) -> None:
@@ -222,6 +230,7 @@ class StragglerWatch(Callback):
             ratio, name = statistics.median_low(ratios), f"rank {rank} ({self._places[rank]})"
             if rank not in self._slow and ratio > 1 + self._share:
                 self._slow.add(rank)
+                self._record(rank, ratio)
                 lines.append(
                     f"{name} is a straggler: it takes {ratio:.2f}x as long as the others for the "
                     f"same part of a layer, in most of the last {STRAGGLER_STEPS} steps"
@@ -229,8 +238,16 @@ class StragglerWatch(Callback):
             # It catches up only below half the threshold, so as not to be reported repeatedly.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)
+                self._record(rank, None)
                 lines.append(f"{name} has caught up with the others")
+            elif rank not in self._judged | self._slow:
+                self._record(rank, None)
+            self._judged.add(rank)
         return lines
+
+    def _record(self, rank: int, ratio: float | None) -> None:
+        for record in self._records:
+            record(rank, ratio)
 
 
 LAYERS = 8  # number of layers timed, evenly spread

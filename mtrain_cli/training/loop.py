@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
@@ -89,8 +90,9 @@ def train(
             trainer.callbacks.append(metrics)
             if first:
                 warn = partial(progress.message, warning=True)
+                records = [partial(w.straggler, run_dir, trainer) for w in plugins.watches()]
                 watch = StragglerWatch(
-                    config.run.straggler, environment.device, trainer.places, warn
+                    config.run.straggler, environment.device, trainer.places, warn, records
                 )
                 trainer.callbacks.append(watch)
             try:

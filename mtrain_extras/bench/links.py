@@ -156,8 +156,8 @@ class _Messages:
     def _hop(
         self, leaving: torch.Tensor, arriving: torch.Tensor, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        sends = dist.P2POp(dist.isend, leaving, self.to, group)
-        return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
+        receives = dist.P2POp(dist.irecv, arriving, self.source, group)
+        return dist.batch_isend_irecv([receives, dist.P2POp(dist.isend, leaving, self.to, group)])
 
     def two_hops(self, size: int) -> tuple[Start, int]:
         a, b, c, d = (_ones(self.device, size) for _ in range(4))
@@ -381,6 +381,7 @@ def _write_results(
             measured_ranks=environment.dims.workers,
             virtual=virtual,
         )
+        replace_text(bench.run_dir.path / CLUSTER, cluster_text(document))
     replace_text(bench.run_dir.path / FILE, json.dumps(document, indent=1) + "\n")
 
 

@@ -85,7 +85,7 @@ def links(
             "from the measurement's folder instead"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_extras.bench.links import CLUSTER, FILE, TARGET, LinkBenchmarkPlan, cluster_text
+    from mtrain_extras.bench.links import FILE, TARGET, LinkBenchmarkPlan, cluster_text
 
     name = f"measured_{environment.nodes}x{environment.workers_per_node}"
     name = name if cluster_out is None else cluster_out.stem
@@ -97,9 +97,9 @@ def links(
     document = json.loads((run.path / FILE).read_text())
     if not document["complete"]:
         raise typer.Exit(1)
-    for path in filter(None, (run.path / CLUSTER, cluster_out)):
-        with writing(path):
-            path.write_text(cluster_text(document), encoding="utf-8")
+    if cluster_out is not None:
+        with writing(cluster_out):
+            cluster_out.write_text(cluster_text(document), encoding="utf-8")
     if as_json:
         typer.echo(json_text(document, indent=1))
     else:

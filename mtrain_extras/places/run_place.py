@@ -28,7 +28,8 @@ ID = "remote.id"
 # The files of a run that its copy has, beside the checkpoints.
 _PATTERNS = (
     "resolved.yaml", "overrides.txt", "environment.json", "metrics.jsonl", "evaluations.jsonl",
-    "restarts.jsonl", "rollbacks.jsonl", "log.txt", "*.id", "*.sent", "report.html",
+    "restarts.jsonl", "rollbacks.jsonl", "stragglers.jsonl", "log.txt", "*.id", "*.sent",
+    "report.html",
 )  # fmt: skip
 _FOLDERS = ("evaluation", "tokenizer", "transformers")
 _FILE = re.compile(r"checkpoints/step-(\d+)/([^/]+)")

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,19 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
         mtrain_cli.commands.app.app(["train", "--cfg"], prog_name="mtrain", standalone_mode=False)
+
+
+def slow_down(seconds: float) -> None:
+    """Make this process sleep in the part of each layer after attention."""
+    from mtrain_cli.model import parallelize
+
+    whole = parallelize.feed_forward
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return whole(*arguments, **options)
+
+    parallelize.feed_forward = slow
 
 
 def main(words: Sequence[str]) -> None:

@@ -121,11 +121,17 @@ class Network:
         self.cut(node)
         self.kill(node)
 
-    def kill(self, node: int) -> None:
-        """Kill all processes of a node. Its system closes their connections."""
+    def kill(self, node: int, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a node. Its system closes their connections."""
         for process in self.processes(node):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, signum)
+
+    def workers(self, node: int, script: Path) -> list[int]:
+        """Return the processes of a node that run a script, without those that start it."""
+        start = [sys.executable, "-u", str(script)]
+        found = ((pid, Path(f"/proc/{pid}/cmdline")) for pid in self.processes(node))
+        return [pid for pid, file in found if file.read_text().split("\0")[: len(start)] == start]
 
     def processes(self, node: int) -> list[int]:
         """Return the processes on a node."""

@@ -28,6 +28,7 @@ from nodes.node_network import Network
 _TESTS = Path(__file__).parents[1]
 _libc = ctypes.CDLL(None, use_errno=True)
 PORT = 29500  # on node 0, whose ports nobody else uses
+SLEEP = "SLEEP_IN_LAYERS_S"  # variable of a rank: seconds that it sleeps in each layer
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ def start(
     own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     again: str = "",
     temporary: Path | None = None,
+    command: Sequence[str] = ("train",),
 ) -> Started:
     """Start `mtrain train WORDS` in `folder` with `per_node` ranks on each node. One run at a time.
 
     words: of all ranks, or a list for each rank.
+    command: another command of mtrain.
     master: MASTER_ADDR; by default, the IPv4 address of node 0.
     interface: GLOO_SOCKET_IFNAME; None leaves the choice to gloo.
     own: more variables of a rank.
@@ -99,7 +102,7 @@ def start(
         logs = folder / f"{again}rank-{rank}"
         ranks.append(
             {
-                "words": ["train", *of_rank],
+                "words": [*command, *of_rank],
                 "variables": {name: str(value) for name, value in variables.items()},
                 "namespaces": list(map(str, network.namespaces(node))),
                 "logs": str(logs),
@@ -222,6 +225,8 @@ def _fork(rank: dict[str, Any], folder: str) -> int:
         output = os.open(logs / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(output, stream)
+        if seconds := float(rank["variables"].get(SLEEP, 0)):
+            reach.slow_down(seconds)
         reach.main(rank["words"])
     except SystemExit as ended:
         code = ended.code

@@ -14,6 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import cast_rows
 from mtrain_cli.parallel.cast_rows import (
     CastRows,
+    crossing_shares,
     largest_shares,
     row_block,
     whole_shares,
@@ -268,6 +269,29 @@ def test_the_largest_shares_are_those_of_the_ranks(name, stages):
             np.testing.assert_array_equal(
                 np.array(largest_shares(schedule, layout, masks, 16)), np.array(expected)
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", 0), ("flat", 2), ("hierarchical", 0), ("hierarchical", 2)]
+)
+def test_the_rows_that_cross_are_those_of_the_busiest_node(name, stages):
+    exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
+    for workers, per_node in ((4, 2), (6, 3), (8, 2)):
+        options = ScheduleOptions(workers, per_node, stages=stages, stages_backward=stages)
+        layout, schedule = layout_of("contiguous", workers), make_schedule(exchange, options)
+        for masks in batches(layout.padded_seq).values():
+            _, peers, rows = plans(name, layout, (workers, per_node), 1, masks, stages)
+            nodes = [set(range(at, at + per_node)) for at in range(0, workers, per_node)]
+            crossing = np.zeros((2, len(nodes), len(rows[0].casts)))  # leaving and reaching
+            for rank, of in enumerate(rows):
+                for number, cast in enumerate(of.casts):
+                    for peer, sent in zip(peers[rank][number], cast.sent, strict=True):
+                        if peer not in nodes[rank // per_node]:
+                            crossing[0, rank // per_node, number] += sent
+                            crossing[1, peer // per_node, number] += sent
+            expected = crossing.max((0, 1)) / layout.tokens_per_worker
+            found = crossing_shares(schedule, layout, masks, per_node, 16)
+            np.testing.assert_allclose(np.array(found, np.float64), expected)
 
 
 def test_an_index_moves_whole_blocks():

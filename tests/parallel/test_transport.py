@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
 from parallel.ways import group_of
 
 from mtrain_cli.launch import progress_record
@@ -108,3 +109,36 @@ def rows_of_two(rank: int, world: int) -> tuple[bool, list[float], bool]:
 
 def test_rows_arrive_by_peer_and_are_kept_until_the_wait():
     assert gloo.run(2, rows_of_two) == [(True, [0.0, 1.0, 1.0], True), (True, [0.0, 1.0], True)]
+
+
+def posted_and_awaited(rank: int, world: int) -> tuple[list[str], list[str], float]:
+    """Hop around a ring of two. Return what was posted, for whom the rank waited, and the value."""
+    transport = Transport(group_of(rank, world), "ring", "layer 0", "forward", 1)
+    hop = Transfer(0, "p2p", "kv", "context", (rank,), (1 - rank,), to=1 - rank, source=1 - rank)
+    posted, awaited, start, note = [], [], dist.batch_isend_irecv, progress_record.note
+
+    def watched(operations: list[dist.P2POp]) -> list[dist.Work]:
+        posted.extend(operation.op.__name__ for operation in operations)
+        return start(operations)
+
+    def noted(doing: str, waits_for: int | None = None) -> None:
+        awaited.extend([doing.split(": ")[-1]] if waits_for is not None else [])
+        note(doing, waits_for)
+
+    dist.batch_isend_irecv, progress_record.note = watched, noted
+    arriving = torch.zeros(4)
+    transport.start_hop(hop, torch.full((4,), float(rank)), arriving)
+    transport.wait(0)
+    return posted, awaited, float(arriving[0])
+
+
+def test_a_hop_posts_the_receive_first():
+    # gloo would else send in one direction at a time.
+    for rank, (posted, awaited, value) in enumerate(gloo.run(2, posted_and_awaited)):
+        assert posted == ["irecv", "isend"]
+        other = 1 - rank
+        assert awaited == [
+            f"waits for kv from rank {other}",
+            f"waits for rank {other} to take kv",
+        ]
+        assert value == other

@@ -164,6 +164,40 @@ def test_an_all_to_all_sends_over_the_network_what_other_nodes_receive():
     assert priced.collective(True, 4, 4, 3 * 10**6) == pytest.approx((20 + 3e6 / 5e4, 3e6 / 2e5))
 
 
+@pytest.mark.parametrize(("exchange", "shared_by"), [("group_cast", 2), ("group_cast", 1)])
+def test_the_network_cards_of_a_node_carry_all_rows_of_a_cast_that_cross(exchange, shared_by):
+    """Of 4 + 4 ranks, each sends 1e6 bytes; 2e6 of a node's cross, with 2 or 4 network cards."""
+    schedule = make_schedule(exchange, ScheduleOptions(8, 4))
+    priced = replace(costs(two_nodes(4, shared_by)), spmd=SpmdSchedule.of(schedule))
+    (moves,) = priced.spmd.transfers("forward").values()
+    found = priced.message(moves, 10**6, crossing=2e6)
+    card = 2e6 * shared_by / 4
+    assert found.busy.tolist() == [card / 20e3] * 8
+    assert (found.latency + found.busy).tolist() == [5 + card / 20e3] * 8
+    # If few rows cross, the links inside a node decide.
+    few = priced.message(moves, 10**6, crossing=4.0)
+    assert (few.latency + few.busy).tolist() == [5 + 1e6 / 200e3] * 8
+
+
+def test_a_sum_takes_longer_by_the_factor_of_its_links():
+    schedule = make_schedule("all_gather", ScheduleOptions(8, 4))
+    cluster = two_nodes(4)
+    slow = replace(cluster.outer, reduce_factor=Constant.of(2, "measured"))
+    sums, gathers = (
+        next(m for m in SpmdSchedule.of(schedule).transfers(way).values() if m.first.kind == kind)
+        for way, kind in (("backward", "reduce_scatter"), ("forward", "all_gather"))
+    )
+    for message, factor in ((sums, 2), (gathers, 1)):
+        each = [
+            replace(costs(replace(cluster, outer=link)), spmd=SpmdSchedule.of(schedule))
+            for link in (cluster.outer, slow)
+        ]
+        plain, slower = (one.message(message, 10**6) for one in each)
+        np.testing.assert_allclose(
+            slower.latency + slower.busy, factor * (plain.latency + plain.busy)
+        )
+
+
 @pytest.mark.parametrize(
     ("workers", "tokens_each", "us"),
     [

@@ -117,23 +117,29 @@ def test_measurements_become_a_cluster(tmp_path: Path, slower: float, shared: in
         1,
         4,
         replace(MACHINE, device="cpu"),
-        everything(INNER),
+        [*everything(INNER)[: -len(SIZES)], *times(INNER, SCATTER, 60.0, 100.0)],
         measured_ranks=8,
         virtual=False,
     )
     assert on_cpu["gpu"]["device"] == "cpu"
     path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(on_cpu))
+    link = load_cluster(str(path)).inner
+    assert link.collective_bandwidth_gbps.value == pytest.approx(200, rel=1e-3)
+    assert link.reduce_factor.value == pytest.approx(2, rel=1e-3)
     path.write_text(yaml.safe_dump(document))
     cluster = load_cluster(str(path))
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (2, 4, "NVIDIA H200")
     assert cluster.outer is not None
     assert cluster.outer.shared_by.value == shared
-    for link in (cluster.inner, cluster.outer):
+    # All groups between nodes ran at once, so each had a part of a shared card.
+    for link, together in ((cluster.inner, 1), (cluster.outer, shared)):
         assert link.latency_us.value == pytest.approx(40, rel=1e-3)
         assert link.bandwidth_gbps.value == pytest.approx(50, rel=1e-3)
         assert link.capacity_gbps.value == pytest.approx(80, rel=1e-3), "two hops at once"
         assert link.collective_latency_us.value == pytest.approx(60, rel=1e-3)
-        assert link.collective_bandwidth_gbps.value == pytest.approx(200, rel=1e-3)
+        assert link.collective_bandwidth_gbps.value == pytest.approx(200 * together, rel=1e-3)
+        assert link.reduce_factor is None
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
     gpu = cluster.gpu

@@ -1,0 +1,1 @@
+"""Stragglers and flight records of runs, behind the entry point ``mtrain.watch``."""
