@@ -48,6 +48,7 @@ def assert_alike(found, expected):
 )
 def test_kernels_equal_the_reference(number, width, device):
     gate_up, dinner = (rows(n, number, n * width, device=device) for n in (2, 1))
+    dinner[:, -1] *= 50  # the largest number is in the last round
     gate, up = gate_up.chunk(2, 1)
     assert_alike(kernels.cast_rows(dinner), reference.cast_rows(dinner))
     assert_alike(kernels.gated_rows(gate, up), reference.gated_rows(gate, up))
@@ -86,7 +87,8 @@ def test_rows_of_zeros_stay_zeros(device):
     gate, up, dinner = (torch.zeros(2, 48, device=device, dtype=torch.bfloat16) for _ in range(3))
     casts = kernels.cast_rows(gate), kernels.gated_rows(gate, up)
     for values, scales in (*casts, kernels.gate_backward_rows(gate, up, dinner)[3]):
-        assert (values.float() * scales == 0).all()
+        assert (values.float() == 0).all()
+        assert (scales > 0).all()
 
 
 @pytest.mark.gpu
