@@ -108,7 +108,7 @@ def _cast_tile(
     TILE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
+    column = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
     mask = (row < rows) & (column < columns)
     larger = 1.0 / tl.load(SCALE)
     values = tl.load(MATRIX + row * columns + column, mask=mask).to(tl.float32) * larger
@@ -120,7 +120,7 @@ def cast_rows(input_SK: Tensor) -> Fp8:
     """Round rows to e4m3."""
     rows, width = input_SK.shape
     result = _empty(rows, width, input_SK)
-    _cast[(rows,)](input_SK.contiguous(), *result, width, **_size(width))
+    _cast[(rows,)](input_SK.contiguous(), *result, width, **_whole(width))
     return result
 
 
@@ -128,7 +128,7 @@ def gated_rows(gate_SI: Tensor, up_SI: Tensor) -> Fp8:
     """Round silu(gate) * up to e4m3."""
     rows, width = gate_SI.shape
     result = _empty(rows, width, gate_SI)
-    _gate[(rows,)](gate_SI, up_SI, *result, _stride(gate_SI, up_SI), width, **_size(width))
+    _gate[(rows,)](gate_SI, up_SI, *result, _stride(gate_SI, up_SI), width, **_whole(width))
     return result
 
 
@@ -142,8 +142,8 @@ def gate_backward_rows(
     rows, width = gate_SI.shape
     both = _empty(rows, 2 * width, gate_SI)
     assert dinner_SI.is_contiguous()
-    stride = _stride(gate_SI, up_SI)
-    _gate_back[(rows,)](gate_SI, up_SI, dinner_SI, *both, stride, width, **_size(width, _ROUND))
+    stride, block = _stride(gate_SI, up_SI), min(_ROUND, triton.next_power_of_2(width))
+    _gate_back[(rows,)](gate_SI, up_SI, dinner_SI, *both, stride, width, **_size(block))
     return dinner_SI, gate_SI, up_SI, both
 
 
@@ -175,6 +175,10 @@ def _stride(gate_SI: Tensor, up_SI: Tensor) -> int:
     return gate_SI.stride(0)
 
 
-def _size(width: int, most: int = _MOST) -> dict[str, int]:
-    block = min(most, triton.next_power_of_2(width))
+def _whole(width: int) -> dict[str, int]:
+    assert width <= _MOST, width
+    return _size(triton.next_power_of_2(width))
+
+
+def _size(block: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

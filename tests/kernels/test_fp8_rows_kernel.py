@@ -43,9 +43,12 @@ def assert_alike(found, expected):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("number", "width"), [(1, 16), (5, 48), (3, 1376)])
+@pytest.mark.parametrize(
+    ("number", "width"), [(1, 16), (5, 48), (3, 1376), (2, kernels._ROUND + 48)]
+)
 def test_kernels_equal_the_reference(number, width, device):
     gate_up, dinner = (rows(n, number, n * width, device=device) for n in (2, 1))
+    dinner[:, -1] *= 50  # the largest number is in the last round
     gate, up = gate_up.chunk(2, 1)
     assert_alike(kernels.cast_rows(dinner), reference.cast_rows(dinner))
     assert_alike(kernels.gated_rows(gate, up), reference.gated_rows(gate, up))
@@ -70,11 +73,22 @@ def test_matrices_below_each_other(transposed, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_number_that_is_not_finite_stays_so(value, device):
-    row = rows(1, 2, 48, device=device)
+    row, up, dinner = (rows(n, 2, 48, device=device) for n in (1, 2, 3))
     row[1, 5] = value
-    values, scales = kernels.cast_rows(row)
-    assert values[0].float().isfinite().all()
-    assert (values[1].float() * scales[1]).isnan().any()
+    gated = kernels.gated_rows(up, row)
+    in_order = (kernels.cast_rows(row), gated, kernels.gate_backward_rows(up, row, dinner)[3])
+    for values, scales in in_order:
+        assert values[0].float().isfinite().all()
+        assert not (values[1].float() * scales[1]).isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_zeros_stay_zeros(device):
+    gate, up, dinner = (torch.zeros(2, 48, device=device, dtype=torch.bfloat16) for _ in range(3))
+    casts = kernels.cast_rows(gate), kernels.gated_rows(gate, up)
+    for values, scales in (*casts, kernels.gate_backward_rows(gate, up, dinner)[3]):
+        assert (values.float() == 0).all()
+        assert (scales > 0).all()
 
 
 @pytest.mark.gpu

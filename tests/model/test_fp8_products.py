@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch.nn import functional
 
 from mtrain_cli.model import fp8_rows
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
+from mtrain_cli.model.fp8_rows import Fp8
+from mtrain_cli.model.mlp_products import Fp8Products
 from mtrain_cli.model.tiling import LayerExecution
 
 TOKENS, HIDDEN, WIDE, EPS = 256, 512, 1376, 1e-6
@@ -107,7 +111,7 @@ def test_a_scale_spans_e4m3():
     tensors, _ = inputs(outliers=True)
     for rows in (tensors["x"][0], tensors["gate"]):
         values, scales = fp8_rows.cast_rows(rows)
-        assert (values.float().abs().amax(1) == fp8_rows.LARGEST).all()
+        assert (values.float().abs().amax(1) == torch.finfo(fp8_rows.E4M3).max).all()
         # Half of a step of three bits of mantissa, or of the smallest step of the scale.
         off = (values.float() * scales - rows).abs()
         assert (off <= torch.maximum(rows.abs() / 16, scales * 2**-10) * 1.001).all()
@@ -134,3 +138,22 @@ def test_the_gradients_of_the_gate_are_those_of_autograd():
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
     assert error(both.values_SK.float() * both.scales_S1, torch.cat(found[1:], 1)) < 5
+
+
+def test_products_that_give_gradients_have_exact_sums(monkeypatch):
+    tensors, _ = inputs(outliers=False)
+    weights = (tensors[name].bfloat16() for name in ("o", "norm", "gate", "up", "down"))
+    mlp, fast = Fp8Products(FeedForwardWeights(*weights)), []
+
+    def product(left, right, *_, use_fast_accum, out_dtype):
+        fast.append(use_fast_accum)
+        return torch.zeros(left.shape[0], right.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    rows = Fp8(SimpleNamespace(is_cuda=True, shape=(4, 0)), torch.ones(4, 1))
+    mlp.gate_up(rows)
+    mlp.down(rows)
+    assert fast == [True, True]
+    mlp.down_back(rows)
+    mlp.gate_up_back(rows)
+    assert fast[2:] == [False, False]

@@ -13,6 +13,7 @@ from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
+from mtrain_cli.simulation.expert_cost import ComputeCost
 from mtrain_cli.simulation.non_attention_cost import DEVICE_ROWS, NonAttentionCost, priced
 from mtrain_cli.simulation.predicted_step import copies, overlapped_us
 from mtrain_cli.simulation.scenario import (
@@ -259,6 +260,12 @@ def test_fp8_is_as_much_faster_as_measured_and_computes_as_much(workers, ratio):
     )
     assert bf16.seconds.value / fp8.seconds.value == pytest.approx(ratio, rel=0.03)
     assert fp8.flop == bf16.flop
+
+
+def test_spared_flop_take_no_time():
+    costs = step("model=qwen3b", "seq=8k").attention.costs[VALUE]
+    spared = priced(ComputeCost(flop=8e12, spared=2e12).scaled(0.5), costs)
+    assert spared.matrices == priced(ComputeCost(flop=3e12), costs).matrices > 0
 
 
 # Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is

@@ -59,3 +59,21 @@ def test_the_kernel_is_chosen_for_the_intervals_of_the_data(tmp_path):
         config = compose([*words, f"data.mask_key={key}"])
         request = kernel_request(config, environment.device, torch.float32, None)
         assert request.intervals == intervals
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("train.dtype=bfloat16", "needs compute capability 8.9; this GPU has 8.0"),
+        ("train.dtype=auto", "needs bfloat16, not float32; give train.dtype=bfloat16"),
+    ],
+)
+def test_fp8_needs_a_gpu_that_has_it_and_bfloat16(words, refusal):
+    device = "cuda" if words == "train.dtype=bfloat16" else "cpu"
+    environment = replace(gloo.environment(0, 1), device=device)
+    config = compose(["train.fp8=mlp", words, "topology.workers=1"])
+    with pytest.raises(ConfigError, match=f"train.fp8=mlp: {refusal}"):
+        resolve_run(config, environment, AMPERE)
+    newer = replace(AMPERE, capability=(8, 9))
+    if device == "cuda":
+        resolve_run(config, environment, newer)
