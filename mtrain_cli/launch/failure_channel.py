@@ -100,7 +100,7 @@ class FailureChannel:
         self._closing = self._failed = False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
-        self._one_machine = job.local_world_size == job.world_size
+        self._one_machine = job.one_machine
         self._write(f"{token} {job.rank}\n{json.dumps({'clock': time.time()})}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
@@ -274,7 +274,7 @@ class _Hub:
         reported = {failure.rank for failure in self._failures}
         left = self._expected - reported
         not_waiting = progress_record.ranks_not_waiting(left, records)
-        quiet = [*left & progress_record.silent_ranks(records, time.time())]
+        quiet = [*left & progress_record.silent_ranks(records)]
         # Or one that was stopped while it waited: it began as early as those that report a timeout.
         first = min((records[rank].time for rank in reported & records.keys()), default=0.0)
         early = {rank for rank in records if records[rank].time < first + CAUSE_GRACE_S / 2}

@@ -97,11 +97,11 @@ def explain(
 
     Return none if no rank waits. records: current activity by rank. For the rest see `save`.
     """
-    silent = progress_record.silent_ranks(records, now) | set(gone)
+    silent = progress_record.silent_ranks(records) | set(gone)
     waiting = {r: a for r, a in records.items() if a.waits_for is not None and r not in silent}
     if not waiting:
         return []
-    name = _names(places)
+    name, newest = _names(places), max(a.seen for a in records.values())
     culprits = silent or records.keys() - waiting
     awaited = {a.waits_for for a in waiting.values()}
     if SEVERAL not in awaited and culprits & awaited:
@@ -117,7 +117,7 @@ def explain(
     for rank in sorted(culprits)[:_MOST]:
         a = records.get(rank)
         if rank in silent:
-            age = f" for {now - a.seen:.0f} s" if a and a.seen and rank not in gone else ""
+            age = f" for {newest - a.seen:.0f} s" if a and a.seen and rank not in gone else ""
             why = f"shows no sign of life{age}: its process is stopped or ended, or its machine or "
             why += "link is gone"
         elif rank in waiting:
