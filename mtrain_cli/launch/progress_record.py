@@ -185,10 +185,16 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
         yield WorkerActivity(seconds, step, doing, awaited, seen)
 
 
-def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
-    """Keep the records of a run that failed. gone: ranks known to be stopped or to have ended."""
+def keep(
+    logs: Path, files: Mapping[int, Path], gone: Collection[int], ahead: Mapping[int, float]
+) -> None:
+    """Keep the records of a run that failed.
+
+    gone: ranks known to be stopped or to have ended.
+    ahead: seconds by which a rank's clock is ahead of the one here, if known.
+    """
     for watch in plugins.watches():
-        watch.failed(logs, files, gone)
+        watch.failed(logs, files, gone, ahead)
 
 
 def activity_lines(
