@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -100,7 +100,7 @@ class FailureChannel:
         self._closing = self._failed = False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
-        self._one_machine = job.local_world_size == job.world_size
+        self._one_machine = job.one_machine
         self._write(f"{token} {job.rank}\n{json.dumps({'clock': time.time()})}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
@@ -145,7 +145,7 @@ class FailureChannel:
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._tells:
-                records = _records(self._logs, self._world_size, gone=[0])
+                records = _records(self._logs, self._world_size, [0], {})
                 # Records of other machines have the times of their clocks, so show no ages.
                 now = time.time() if self._one_machine else 0.0
                 where = progress_record.activity_lines(records, [0], now)
@@ -268,13 +268,13 @@ class _Hub:
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
         gone = [failure.rank for failure in self._failures if not failure.is_consequence]
-        read = _records(self._logs, self._world_size, gone)
+        read = _records(self._logs, self._world_size, gone, self._ahead)
         records = {rank: self._by_own_clock(rank, record) for rank, record in read.items()}
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
         left = self._expected - reported
         not_waiting = progress_record.ranks_not_waiting(left, records)
-        quiet = [*left & progress_record.silent_ranks(records, time.time())]
+        quiet = [*left & progress_record.silent_ranks(records)]
         # Or one that was stopped while it waited: it began as early as those that report a timeout.
         first = min((records[rank].time for rank in reported & records.keys()), default=0.0)
         early = {rank for rank in records if records[rank].time < first + CAUSE_GRACE_S / 2}
@@ -348,15 +348,17 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
     return int(port), key or token
 
 
-def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
+def _records(
+    logs: Path | None, world_size: int, gone: Sequence[int], ahead: Mapping[int, float]
+) -> dict[int, WorkerActivity]:
     """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
 
-    gone: ranks that have ended.
+    gone, ahead: see `progress_record.keep`.
     """
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
-    progress_record.keep(logs, paths, gone)
+    progress_record.keep(logs, paths, gone, ahead)
     return progress_record.read_activities(paths)
 
 

@@ -64,8 +64,13 @@ class Job:
     @property
     def address(self) -> str:
         """Address at which all ranks reach rank 0: loopback if the job has only one machine."""
+        return "127.0.0.1" if self.one_machine else self.master_addr
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks share a machine, also those that wait since `continue_on`."""
         alone = self.local_world_size == self.world_size and self.local_rank == self.rank
-        return "127.0.0.1" if alone else self.master_addr
+        return alone and _smaller is None
 
     @property
     def started_again(self) -> bool:
@@ -378,7 +383,7 @@ def listen(job: Job, port: int) -> socket.socket:
     Else: the address is that of a proxy, or several machines connect but /etc/hosts maps the host
     name to loopback. port: 0 for any free port.
     """
-    several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
+    several, backlog = not job.one_machine, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):
         places = socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM)
         for family, _, _, _, place in places:

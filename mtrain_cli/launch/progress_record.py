@@ -42,7 +42,8 @@ class WorkerActivity:
     training_step: int  # counted from 1; 0 before the first step
     doing: str
     waits_for: int | None = None  # a rank, SEVERAL in a collective, or None
-    seen: float = field(default=0.0, compare=False)  # the last sign of life; 0 if unknown
+    # The last sign of life, by the clock of the disk; 0 if unknown.
+    seen: float = field(default=0.0, compare=False)
 
     def text(self, now: float) -> str:
         """Return the activity in one line, with its age at ``now`` if at least one second."""
@@ -159,9 +160,10 @@ def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
     return {rank: record for rank, record in records.items() if record}
 
 
-def silent_ranks(records: Mapping[int, WorkerActivity], now: float) -> set[int]:
-    """Return the ranks that have shown no sign of life for `SILENT_S`."""
-    return {rank for rank, a in records.items() if a.seen and now - a.seen > SILENT_S}
+def silent_ranks(records: Mapping[int, WorkerActivity]) -> set[int]:
+    """Return the ranks whose last sign of life is `SILENT_S` older than another rank's."""
+    newest = max((a.seen for a in records.values()), default=0.0)  # the clock here may differ
+    return {rank for rank, a in records.items() if a.seen and newest - a.seen > SILENT_S}
 
 
 def ranks_not_waiting(ranks: Iterable[int], records: Mapping[int, WorkerActivity]) -> list[int]:
@@ -180,13 +182,19 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
             return
         doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
         awaited = None if waits_for == _NOBODY else waits_for
-        yield WorkerActivity(seconds, step, doing, awaited, max(seen, seconds))
+        yield WorkerActivity(seconds, step, doing, awaited, seen)
 
 
-def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
-    """Keep the records of a run that failed. gone: ranks known to be stopped or to have ended."""
+def keep(
+    logs: Path, files: Mapping[int, Path], gone: Collection[int], ahead: Mapping[int, float]
+) -> None:
+    """Keep the records of a run that failed.
+
+    gone: ranks known to be stopped or to have ended.
+    ahead: seconds by which a rank's clock is ahead of the one here, if known.
+    """
     for watch in plugins.watches():
-        watch.failed(logs, files, gone)
+        watch.failed(logs, files, gone, ahead)
 
 
 def activity_lines(

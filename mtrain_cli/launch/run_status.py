@@ -260,7 +260,7 @@ def read_status(run: RunDir) -> RunStatus:
     if what == "stalled" and written is not None and written.records:
         files = {r: Path(written.records.format(rank=r)) for r in range(len(written.workers))}
         records = progress_record.read_activities(files)
-    watched = (watch.notes(run, what, written, records) for watch in plugins.watches())
+    watched = (watch.notes(run, what, written, records, now) for watch in plugins.watches())
     return RunStatus(
         folder=str(run.path),
         what=what,

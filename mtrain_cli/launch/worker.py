@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import keys, plugins, resolved_file
+from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_status
 from mtrain_cli.launch.environment import (
@@ -141,6 +142,8 @@ def run_in_job(
             (folder / "resolved.yaml").write_text(text)
             agreed = resolved_file.load(folder / "resolved.yaml")
         _require_same_config(config, agreed, job.rank)
+        name = agreed.topology.cluster
+        _require_same_cluster(name, decide_on_rank_zero(lambda: repr(cluster_of(name))), job.rank)
         with contextlib.suppress(OSError):
             run_dir.logs.mkdir(exist_ok=True)
         if environment.device == "cuda":
@@ -295,6 +298,15 @@ def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _require_same_cluster(name: str, expected: str, rank: int) -> None:
+    """Raise ConfigError if the file of a cluster, by which ranks choose, differs from rank 0's."""
+    if repr(cluster_of(name)) != expected:
+        raise ConfigError(
+            f"topology.cluster={name}: rank {rank} on {socket.gethostname()} has another content "
+            "of this file than rank 0. Give all machines the same file."
+        )
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:

@@ -247,14 +247,16 @@ def crossing_shares(
 ) -> tuple[Fraction, ...]:
     """Return for each cast the rows that leave or reach the busiest node / rows of a shard.
 
-    Empty if `largest_shares` does not count.
+    A row counts for each rank of the node that moves a part of its heads. Empty if
+    `largest_shares` does not count.
     """
     if not schedule.traits.by_mask or too_many_to_count(layout):
         return ()
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
     wanted, groups = wanted_rows(schedule, inside, masks, block), max(1, per_node // schedule.heads)
+    sharing = min(schedule.heads, per_node)
     return tuple(
-        Fraction(wanted.most_crossing(route, groups), inside.tokens_per_worker)
+        Fraction(sharing * wanted.most_crossing(route, groups), inside.tokens_per_worker)
         for route, _ in _routes_of_passes(schedule)
     )
 

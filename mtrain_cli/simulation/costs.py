@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster, Constant, Link
 from mtrain_cli.parallel.program import (
+    RECEIVED,
     Copy,
     Post,
     ShardSizes,
@@ -342,8 +343,9 @@ class LayerPrices:
         recorded = self.costs.bytes_of(post.payload) if transfer.first.kind == SUM else None
         size, sizes, crossing = self.costs.bytes_of(post.sends), self.costs.sizes, None
         if transfer.first.kind in (GROUP_CAST, GROUP_REDUCE) and sizes.crossing:
-            sent = sizes.casts[post.cast][transfer.first.kind == GROUP_REDUCE]
-            crossing = float(size * sizes.crossing[post.cast] / sent) if sent else 0.0
+            ((_, unit, _),) = post.payload.terms  # numbers the casts of both passes
+            sent = sizes.casts[unit.cast][unit.kind == RECEIVED]
+            crossing = float(size * sizes.crossing[unit.cast] / sent) if sent else 0.0
         return self.costs.message(transfer, size, recorded, crossing)
 
     def copy(self, op: Copy) -> float:

@@ -25,12 +25,15 @@ def straggler(run: RunDir, trainer: Trainer, rank: int, ratio: float | None) -> 
     stragglers.write(run, trainer.step, rank, trainer.places, ratio)
 
 
-def failed(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
+def failed(
+    logs: Path, files: Mapping[int, Path], gone: Collection[int], ahead: Mapping[int, float]
+) -> None:
     """Keep the activities of all ranks of a run that failed, in its folder ``logs``.
 
     files: of `progress_record`, by rank. gone: ranks known to be stopped or to have ended.
+    ahead: seconds by which a rank's clock is ahead of the one here, if known.
     """
-    flight_record.save(logs, files, gone)
+    flight_record.save(logs, files, gone, ahead)
 
 
 def leave_out(config: Config, run: RunDir) -> None:
@@ -39,15 +42,19 @@ def leave_out(config: Config, run: RunDir) -> None:
 
 
 def notes(
-    run: RunDir, what: str, written: RunState | None, records: Mapping[int, WorkerActivity]
+    run: RunDir,
+    what: str,
+    written: RunState | None,
+    records: Mapping[int, WorkerActivity],
+    now: float,
 ) -> Iterator[tuple[str, str]]:
     """Yield a label and a line for `mtrain status`. what: see `RunStatus`.
 
-    records: what each rank does, if the run is stalled.
+    records: what each rank does, if the run is stalled. now: the time by the run's own clock.
     """
     if written is None:
         return
     for line in stragglers.lines(run, written):
         yield "stragglers", line
-    for line in flight_record.lines(run, what, written, records):
+    for line in flight_record.lines(run, what, written, records, now):
         yield "waits", line

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
@@ -42,16 +43,28 @@ class FlightRecord:
     ranks: dict[str, tuple[tuple[float, int, str, int | None], ...]] = field(default_factory=dict)
 
 
-def save(logs: Path, files: Mapping[int, Path], gone: Collection[int] = ()) -> None:
+def save(
+    logs: Path,
+    files: Mapping[int, Path],
+    gone: Collection[int] = (),
+    ahead: Mapping[int, float] = MappingProxyType({}),
+) -> None:
     """Copy the activities of all ranks to the folder ``logs`` of a run. Do nothing if it is full.
 
     files: of the activities, by rank.
     gone: ranks that are known to be stopped or to have ended.
+    ahead: seconds by which a rank's clock is ahead of the one here, if known.
     """
     now, places = time.time(), ()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         places = tuple(documents.read_json(logs.parent / "state.json")["workers"])
-    histories = {r: [*progress_record.read_history(file)][::-1] for r, file in files.items()}
+    histories = {
+        rank: [
+            replace(a, time=a.time - ahead.get(rank, 0.0))
+            for a in [*progress_record.read_history(file)][::-1]
+        ]
+        for rank, file in files.items()
+    }
     histories = {rank: history for rank, history in histories.items() if history}
     latest = {rank: history[-1] for rank, history in histories.items()}
     document = {
@@ -77,11 +90,15 @@ def read(logs: Path, since: float) -> FlightRecord | None:
 
 
 def lines(
-    run: RunDir, what: str, written: RunState, records: Mapping[int, WorkerActivity]
+    run: RunDir,
+    what: str,
+    written: RunState,
+    records: Mapping[int, WorkerActivity],
+    now: float,
 ) -> Sequence[str]:
     """Return who waits for whom in a run that is stalled, or did so when it failed."""
     if what == "stalled":
-        return explain(records, written.workers, time.time())
+        return explain(records, written.workers, now)
     ended = what == "lost" or written.phase in ("failed", "restarting")
     flight = read(run.logs, written.began) if ended else None
     return () if flight is None else (*flight.explained, f"all activities: {run.logs / FILE}")
@@ -97,11 +114,11 @@ def explain(
 
     Return none if no rank waits. records: current activity by rank. For the rest see `save`.
     """
-    silent = progress_record.silent_ranks(records, now) | set(gone)
+    silent = progress_record.silent_ranks(records) | set(gone)
     waiting = {r: a for r, a in records.items() if a.waits_for is not None and r not in silent}
     if not waiting:
         return []
-    name = _names(places)
+    name, newest = _names(places), max(a.seen for a in records.values())
     culprits = silent or records.keys() - waiting
     awaited = {a.waits_for for a in waiting.values()}
     if SEVERAL not in awaited and culprits & awaited:
@@ -117,7 +134,7 @@ def explain(
     for rank in sorted(culprits)[:_MOST]:
         a = records.get(rank)
         if rank in silent:
-            age = f" for {now - a.seen:.0f} s" if a and a.seen and rank not in gone else ""
+            age = f" for {newest - a.seen:.0f} s" if a and a.seen and rank not in gone else ""
             why = f"shows no sign of life{age}: its process is stopped or ended, or its machine or "
             why += "link is gone"
         elif rank in waiting:

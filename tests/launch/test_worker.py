@@ -12,6 +12,7 @@ import pytest
 
 import mtrain_cli
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import worker
 from mtrain_cli.launch.failures import PeerLostError
@@ -21,6 +22,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.worker import (
     _explain_timeouts,
     _require_interfaces,
+    _require_same_cluster,
     _require_same_config,
     _require_same_size,
     _require_same_versions,
@@ -46,6 +48,18 @@ def test_a_node_with_another_number_of_ranks_is_named():
     _require_same_size(1, job)
     with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE=1: rank 3 on .*, rank 0 with 2\."):
         _require_same_size(2, job)
+
+
+def test_a_machine_with_another_cluster_file_is_named(tmp_path):
+    text, mine = cluster.shipped()["h100_4x8"].read_text(), tmp_path / "mine.yaml"
+    mine.write_text(text)
+    expected = repr(cluster.cluster_of(str(mine)))
+    _require_same_cluster(str(mine), expected, 3)
+    _require_same_cluster("auto", "None", 3)
+    other = tmp_path / "other.yaml"
+    other.write_text(text.replace("gpus_per_node: 8", "gpus_per_node: 4", 1))
+    with pytest.raises(ConfigError, match=r"topology\.cluster=.*: rank 3 on .* than rank 0\."):
+        _require_same_cluster(str(other), expected, 3)
 
 
 def test_only_a_timeout_becomes_a_line_that_names_the_setting():

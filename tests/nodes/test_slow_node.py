@@ -89,6 +89,16 @@ def test_the_node_of_rank_0_stays(text, tmp_path):
     assert hosts(run) == ["node0", "node1"]
 
 
+def test_of_two_nodes_one_is_left(text, tmp_path):
+    run = RunDir(tmp_path / "runs/run")
+    with Network(2) as network:
+        node_runs.train(network, words(text, STEPS), tmp_path, own=SLOW)
+        more = ["--resume", "run", "run.leave_out_stragglers=true", f"train.steps={STEPS + 2}"]
+        ended = node_runs.train(network, more, tmp_path)
+    assert "rank 1 is left out, because its node has a straggler" in ended.outputs[1]
+    assert hosts(run) == ["node0"]
+
+
 SCRIPT = """
 import os, sys
 from golden import reach

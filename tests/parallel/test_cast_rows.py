@@ -271,25 +271,29 @@ def test_the_largest_shares_are_those_of_the_ranks(name, stages):
             )
 
 
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(
     ("name", "stages"), [("flat", 0), ("flat", 2), ("hierarchical", 0), ("hierarchical", 2)]
 )
-def test_the_rows_that_cross_are_those_of_the_busiest_node(name, stages):
+def test_the_rows_that_cross_are_those_of_the_busiest_node(name, stages, heads):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
-    for workers, per_node in ((4, 2), (6, 3), (8, 2)):
-        options = ScheduleOptions(workers, per_node, stages=stages, stages_backward=stages)
+    for workers, per_node in ((4, 2), (6, 3), (8, 2)) if heads == 1 else ((4, 1), (8, 4), (8, 2)):
+        stages_of = {"stages": stages, "stages_backward": stages}
+        options = ScheduleOptions(workers, per_node, heads=heads, **stages_of)
         layout, schedule = layout_of("contiguous", workers), make_schedule(exchange, options)
         for masks in batches(layout.padded_seq).values():
-            _, peers, rows = plans(name, layout, (workers, per_node), 1, masks, stages)
-            nodes = [set(range(at, at + per_node)) for at in range(0, workers, per_node)]
-            crossing = np.zeros((2, len(nodes), len(rows[0].casts)))  # leaving and reaching
-            for rank, of in enumerate(rows):
-                for number, cast in enumerate(of.casts):
-                    for peer, sent in zip(peers[rank][number], cast.sent, strict=True):
-                        if peer not in nodes[rank // per_node]:
-                            crossing[0, rank // per_node, number] += sent
-                            crossing[1, peer // per_node, number] += sent
-            expected = crossing.max((0, 1)) / layout.tokens_per_worker
+            inside, peers, rows = plans(name, layout, (workers, per_node), heads, masks, stages)
+            # Leaving and reaching.
+            crossing = np.zeros((2, workers // per_node, len(rows[0].casts)))
+            for rank, number in product(range(workers), range(len(rows[0].casts))):
+                group, place = divmod(rank, heads)
+                cast = rows[group].casts[number]
+                for peer, sent in zip(peers[group][number], cast.sent, strict=True):
+                    nodes = rank // per_node, (peer * heads + place) // per_node
+                    if nodes[0] != nodes[1]:
+                        crossing[0, nodes[0], number] += sent
+                        crossing[1, nodes[1], number] += sent
+            expected = crossing.max((0, 1)) / inside.tokens_per_worker
             found = crossing_shares(schedule, layout, masks, per_node, 16)
             np.testing.assert_allclose(np.array(found, np.float64), expected)
 

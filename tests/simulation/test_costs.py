@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -177,6 +178,24 @@ def test_the_network_cards_of_a_node_carry_all_rows_of_a_cast_that_cross(exchang
     # If few rows cross, the links inside a node decide.
     few = priced.message(moves, 10**6, crossing=4.0)
     assert (few.latency + few.busy).tolist() == [5 + 1e6 / 200e3] * 8
+
+
+def test_casts_of_backward_with_other_stages_have_their_own_rows_that_cross():
+    """Two casts in forward and one in backward: of its rows, 3 / 4 of 7 shards cross."""
+    options = ScheduleOptions(8, 4, stages=2, stages_backward=0)
+    schedule = make_schedule("group_cast", options)
+    shares = (Fraction(3), Fraction(3)), (Fraction(4), Fraction(4)), (Fraction(7), Fraction(7))
+    base = replace(costs(two_nodes(4)), spmd=SpmdSchedule.of(schedule))
+    sizes = replace(base.sizes, casts=shares, crossing=(Fraction(1), Fraction(2), Fraction(21)))
+    prices = object.__new__(LayerPrices)  # of messages only
+    prices.costs = replace(base, sizes=sizes)
+    shard = 2 * 128 * 2 * 64
+    for backward, way, expected in ((False, "forward", [2, 4]), (True, "backward", [42, 84])):
+        moves = prices.costs.spmd.transfers(way)
+        posts = lower(schedule, 0, backward=backward).posts
+        found = [prices.message(moves[post.transfer.number], post).busy[0] for post in posts]
+        crossing = [n * shard for n in expected]  # keys in 2 bytes, gradients in 4
+        assert found == pytest.approx([n / 4 / 20e3 for n in crossing]), way
 
 
 def test_a_sum_takes_longer_by_the_factor_of_its_links():

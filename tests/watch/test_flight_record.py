@@ -82,6 +82,31 @@ def test_without_a_wait_there_is_nothing_to_explain(records):
     assert flight_record.explain(records, PLACES, NOW) == []
 
 
+def test_a_rank_is_silent_by_the_clock_of_the_disk_not_by_the_one_here():
+    records = {0: waiting(1, seen=NOW - 7200), 1: waiting(0, seen=NOW - 7195)}
+    assert flight_record.explain(records, PLACES, NOW)[0].startswith("all ranks wait")
+    stopped = records | {2: waiting(0, seen=NOW - 7300)}
+    assert flight_record.explain(stopped, PLACES, NOW)[0].startswith(
+        "rank 2 (node1, GPU 0) keeps others waiting. It shows no sign of life for 105 s"
+    )
+
+
+def test_ages_allow_for_clocks_that_differ(tmp_path, monkeypatch):
+    real = time.time
+    for rank, ahead in ((0, 0), (1, 7200)):
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: real() + ahead)
+        progress_record.start_record(tmp_path / f"rank-{rank}")
+        progress_record.note("a message", 1 - rank if rank == 0 else None)
+    monkeypatch.setattr(time, "time", real)
+    before = real()
+    files = {rank: tmp_path / f"rank-{rank}" for rank in (0, 1)}
+    flight_record.save(tmp_path, files, ahead={1: 7200.0})
+    found = flight_record.read(tmp_path, before)
+    assert found is not None
+    assert all(-60 < of[-1][0] <= 0 for of in found.ranks.values())
+    assert found.explained[0].startswith("rank 1 keeps others waiting. It does not wait")
+
+
 def test_the_last_activities_of_all_ranks_are_kept_in_a_file(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"workers": PLACES[:2]}))
     logs = tmp_path / "logs"
