@@ -392,6 +392,8 @@ def _eval_tasks(config: Config) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
+    if config.run.leave_out_stragglers and not config.run.straggler:
+        yield "{run.leave_out_stragglers}: needs {run.straggler!s} above 0, such as 0.2"
     train, run = config.train, config.run
     if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
         yield (

@@ -26,7 +26,16 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
-from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
+from mtrain_cli.launch.job import (
+    PORT,
+    SECRET,
+    STORE_TIMEOUT,
+    Job,
+    hub_port,
+    job_store,
+    listen,
+    shared_key,
+)
 from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.run_status import HEARTBEAT_S
 
@@ -325,13 +334,9 @@ class _Hub:
 
 def _server(job: Job) -> socket.socket:
     """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port."""
-    given = os.environ.get(PORT, "0")
-    if not given.isdigit() or int(given) > 65535:
-        raise ConfigError(
-            f"{PORT}={given}: must be a port from 1 to 65535; unset it for any free port"
-        )
+    given = hub_port()
     try:
-        return listen(job, int(given))
+        return listen(job, given)
     except OSError as error:
         reason = f"rank 0 cannot listen on this port ({error.strerror or error})"
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error

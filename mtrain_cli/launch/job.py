@@ -88,14 +88,48 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     if _smaller is not None and variables is os.environ:
         return _smaller[1]
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        return _torchrun_job(variables)
+        return _checked(_torchrun_job(variables))
     in_batch_script = (
         "SLURM_JOB_ID" in variables and not {"SLURM_STEP_ID", "SLURM_STEPID"} & variables.keys()
     )
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
-        return _slurm_job(variables, _number(tasks, "SLURM_NTASKS"))
+        return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")))
     return None
+
+
+_NAMES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+}
+
+
+def _checked(job: Job) -> Job:
+    """Return the job, or raise ConfigError if its variables contradict each other."""
+    rank, world, local_rank, local_world = _NAMES[job.launcher]
+    of_world, of_machine = f"{world}={job.world_size}", f"{local_world}={job.local_world_size}"
+    for name, value, allowed, what in (
+        (world, job.world_size, job.world_size >= 1, "at least 1"),
+        (rank, job.rank, job.rank < job.world_size, f"below {of_world}"),
+        (
+            local_world, job.local_world_size, 1 <= job.local_world_size <= job.world_size,
+            f"at least 1, and at most {of_world}",
+        ),
+        (local_rank, job.local_rank, job.local_rank < job.local_world_size, f"below {of_machine}"),
+        ("MASTER_PORT", job.master_port, job.master_port <= 65535, "a port, at most 65535"),
+    ):  # fmt: skip
+        if not allowed:
+            raise ConfigError(f"{name}={value}: must be {what}")
+    return job
+
+
+def hub_port() -> int:
+    """Return the port of ``MTRAIN_PORT``; 0 without one, for any free port."""
+    given = os.environ.get(PORT, "0")
+    if not given.isdigit() or int(given) > 65535:
+        line = "must be a port from 1 to 65535; unset it for any free port"
+        raise ConfigError(f"{PORT}={given}: {line}")
+    return int(given)
 
 
 def job_rank() -> int:
@@ -210,7 +244,9 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
-    shared_key("")  # refuses a secret that others know before anybody waits
+    # Refuse a secret that others know, and a number that is no port, before anybody waits.
+    shared_key("")
+    hub_port()
     if _smaller is not None and job == _smaller[1]:
         return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
     torchrun_serves = _torchrun_serves()

@@ -373,9 +373,11 @@ class Rates(NamedTuple):
         )
         if outer is None:
             return rates
+        # Between nodes, casts are direct messages (`Costs._collective`).
+        fastest = max(outer.capacity_gbps.value, outer.collective_bandwidth_gbps.value)
         return rates._replace(
-            outer=1e9 * outer.collective_bandwidth_gbps.value / outer.shared_by.value,
-            outer_latency=1e-6 * outer.collective_latency_us.value,
+            outer=1e9 * fastest / outer.shared_by.value,
+            outer_latency=1e-6 * outer.latency_us.value,
             outer_share=outer.gpu_share.value,
         )
 

@@ -140,7 +140,9 @@ def _require_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None
         raise ConfigError(f"{given}; give train.dtype=bfloat16")
     if capability is not None and capability < _FP8_CAPABILITY:
         needs, has = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
-        raise ConfigError(f"train.fp8=mlp: needs compute capability {needs}; this GPU has {has}")
+        raise ConfigError(
+            f"train.fp8=mlp: needs GPUs of compute capability {needs} or later, not {has}"
+        )
 
 
 def choose_kernels(

@@ -21,7 +21,7 @@ import mtrain_cli
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import job as jobs
-from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, listen
+from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, current_job, listen
 
 HERE = Path(__file__).parent
 
@@ -339,6 +339,31 @@ def job_at(address: str, nodes: int = 2) -> Job:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+FROM_1 = "must be at least 1, and at most WORLD_SIZE=2"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"RANK": "3"}, "RANK=3: must be below WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
+        ({"LOCAL_WORLD_SIZE": "3"}, f"LOCAL_WORLD_SIZE=3: {FROM_1}"),
+        ({"LOCAL_WORLD_SIZE": "0"}, f"LOCAL_WORLD_SIZE=0: {FROM_1}"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2: must be below LOCAL_WORLD_SIZE=2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be a port, at most 65535"),
+    ],
+)  # fmt: skip
+def test_variables_that_contradict_each_other_are_refused_before_anybody_waits(wrong, line):
+    right = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    assert current_job(right) is not None
+    with pytest.raises(ConfigError) as error:
+        current_job(right | wrong)
+    assert str(error.value) == line
 
 
 def test_ranks_of_one_machine_meet_on_loopback_whatever_the_address():

@@ -64,7 +64,7 @@ def test_the_kernel_is_chosen_for_the_intervals_of_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        ("train.dtype=bfloat16", "needs compute capability 8.9; this GPU has 8.0"),
+        ("train.dtype=bfloat16", "needs GPUs of compute capability 8.9 or later, not 8.0"),
         ("train.dtype=auto", "needs bfloat16, not float32; give train.dtype=bfloat16"),
     ],
 )
