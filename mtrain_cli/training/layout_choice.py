@@ -173,9 +173,9 @@ def choose_staged_exchange(
     found = static_stages(prices, chosen.layout, kinds, config.train.micro_batch)
     cluster = cluster_of(topology.cluster)
     where = f"the links of topology.cluster={topology.cluster}" if cluster else "H200s"
-    text = f"with {with_count(found.best[0], 'stage')} and {found.best[1]} in backward"
+    text = f"{with_count(found.best[0], 'stage')}, {found.best[1]} in backward"
     if device == "cuda":
-        text += f", attention of a layer takes {found.described}"
+        text += f": {found.described} a layer"
     text += f" (topology.stages=auto, predicted for {named_on(device, where)})"
     forward, backward = found.best
     one = replace(one, stages=forward, stages_backward=backward)

@@ -57,8 +57,8 @@ def test_slow_links_get_stages_and_fast_links_do_not(slow):
 def test_the_reason_states_the_times_and_the_smallest_wins(slow):
     chosen = exchange(*WINDOW, cluster=slow)
     found = re.search(
-        r"moves the rows .*; with (\d) stages? and (\d) in backward, attention of a layer takes "
-        r"(\S+) ms, (.*) in both passes "
+        r"moves the rows .*; (\d) stages?, (\d) in backward: "
+        r"(\S+) ms, (.*) in both passes a layer "
         r"\(topology\.stages=auto, predicted for the links of topology\.cluster=\S+\)$",
         chosen.reason,
     )
@@ -83,7 +83,7 @@ def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
         assert exchange in ("auto", choice.name)
         assert choice.heads == (1 if ulysses == "auto" else ulysses)
         if choice.traits.by_mask:
-            assert "attention of a layer takes" in choice.reason
+            assert "in backward: " in choice.reason
 
 
 @pytest.mark.parametrize(("seconds", "stages"), [(0.979, 1), (0.98, 0), (0.981, 0), (1.5, 0)])
@@ -123,4 +123,4 @@ def test_layers_with_different_masks_share_their_mean_time(monkeypatch):
     found = exchange(*window, *words)
     both = sorted(set(pairs))
     mean = (5 * both[0] + both[1]) / 6
-    assert f"takes {1e3 * mean:.3g} ms" in found.reason
+    assert f"in backward: {1e3 * mean:.3g} ms" in found.reason
