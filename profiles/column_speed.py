@@ -6,8 +6,6 @@ the same result, then prints milliseconds in a busy stream: the host is ahead, a
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from unittest.mock import patch
 
 import numpy as np
@@ -19,25 +17,11 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.sparsity.fixed import fixed_index
+from mtrain_extras.bench.timing import busy_ms
 
 HEADS, KV_HEADS, DIM, COLUMNS, DENSITY = 16, 2, 128, 2048, 0.05
 CASES = ((131072, 1), (131072, 2), (524288, 4))  # tokens, and the ranks that share the queries
-
-
-def milliseconds(call: Callable[[], object], calls: int = 12) -> float:
-    """Return the time of a call, the median of three rows of calls without a wait."""
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(20_000_000)  # the host enqueues the calls meanwhile
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times[1:])
+CALLS = 12  # in a row
 
 
 def measure(seq: int, ranks: int) -> None:
@@ -68,7 +52,7 @@ def measure(seq: int, ranks: int) -> None:
                 return kernel.backward(dout, Saved(q, k, v, out, lse, None), tiles, scale)
 
             results = [out, *backward()]
-            times = milliseconds(forward), milliseconds(backward)
+            times = busy_ms(forward, CALLS), busy_ms(backward, CALLS)
         line = f"{seq // 1024}K/{ranks}  {name:18}  {times[0]:6.2f}  {times[1]:6.2f} ms"
         if found:
             line += "  " + " ".join(

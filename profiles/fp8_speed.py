@@ -10,7 +10,6 @@ the kernels and products of a tile. Shapes are those of Qwen2.5-3B.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -25,25 +24,10 @@ from mtrain_cli.model.feed_forward import (
 )
 from mtrain_cli.model.mlp_products import Fp8Products, MlpProducts
 from mtrain_cli.model.tiling import LayerExecution, tile_rows
+from mtrain_extras.bench.timing import busy_ms
 
 HIDDEN, WIDE, HEADS, HEAD_DIM, EPS = 2048, 11008, 16, 128, 1e-6
 TILE_MIB, CHECKED = 4096, 2048
-
-
-def milliseconds(call: Callable[[], object], calls: int) -> float:
-    """Return the time of a call in a busy stream: the host is ahead, as in training."""
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(10_000_000)
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times[1:])
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], Tensor]:
@@ -101,8 +85,8 @@ def layer(tokens: int) -> None:
                 return torch.autograd.grad(forward(), tensors, grad)
 
             with torch.no_grad():
-                alone = milliseconds(forward, calls)
-            times += [*([] if keep else [alone]), milliseconds(both, calls) - alone]
+                alone = busy_ms(forward, calls)
+            times += [*([] if keep else [alone]), busy_ms(both, calls) - alone]
         found[fp8] = times
         line = "  ".join(f"{time:7.2f}" for time in times)
         ratio = "".join(f" {a / b:.2f}x" for a, b in zip(found[False], times, strict=True)) * fp8
@@ -130,7 +114,7 @@ def pieces(tokens: int) -> None:
             "gate and up back": lambda mlp=mlp, back=back: mlp.gate_up_back(back),
             "new weights": lambda mlp=mlp: Fp8Products(mlp.weights)._gate_up_CW,
         }
-        times = ", ".join(f"{name} {milliseconds(call, 8):.2f}" for name, call in parts.items())
+        times = ", ".join(f"{name} {busy_ms(call, 8):.2f}" for name, call in parts.items())
         print(f"{tokens} rows, {type(mlp).__name__}: {times} ms", flush=True)
 
 

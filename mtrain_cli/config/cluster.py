@@ -355,10 +355,9 @@ def _link(links: Mapping[str, Any], name: str) -> Link:
         given.setdefault("shared_by", _OWN_LINKS)
     checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
     constants = _constants(given, checks, f"links.{name}.", tuple(left_out))
-    for key in (
-        key for key in _DEFAULTS if key in left_out
-    ):  # in an order in which a default's own default comes first
-        constants[key] = constants[_DEFAULTS[key]]
+    for key, other in _DEFAULTS.items():  # a default's own default comes first
+        if key in left_out:
+            constants[key] = constants[other]
     return Link(**constants)
 
 

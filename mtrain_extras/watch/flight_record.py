@@ -49,7 +49,7 @@ def save(
     gone: Collection[int] = (),
     ahead: Mapping[int, float] = MappingProxyType({}),
 ) -> None:
-    """Copy the activities of all ranks to the folder ``logs`` of a run. Do nothing if it is full.
+    """Copy the activities of all ranks to the folder ``logs`` of a run. A full disk keeps none.
 
     files: of the activities, by rank.
     gone: ranks that are known to be stopped or to have ended.

@@ -4,8 +4,8 @@ Start it as root on Linux; it takes a second seed and other files to go on::
 
     PYTHONPATH=.:tests python -m nodes.failure_campaign --seed 1 --out failures.json
 
-Each failure meets a run of a tiny model on the text of the documents. What is recorded of it is in
-`Outcome`. `unmet` says what must hold, so a campaign is a test, too.
+Each failure breaks a run that trains a tiny model on the text of the documents, and `Outcome`
+records what follows. `unmet` says what must hold, so a campaign is a test, too.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ VARIABLE = "FAULTY_STORE"
 class FaultyFileSystem(LocalFileSystem):
     """Obeys ``{"fault": ..., "number": ...}``.
 
-    refuse: no write is allowed. nth: the n-th write fails. from: so do all after it. away: every
-    request fails. hang: every request waits until the file is gone. slow: so many seconds a write.
+    Faults: refuse allows no write, nth fails the write with this number, from also all later ones,
+    and away every request. hang makes every request wait until the file is gone, and slow delays
+    each write by ``number`` seconds.
     """
 
     protocol = "faulty"

@@ -25,7 +25,7 @@ time.time = lambda: real() + ahead
 
 
 def start(network: Network, words: list[str], folder: Path, ahead: float) -> list:
-    """Start a rank on each node, the second one with a clock that is so many seconds ahead."""
+    """Start a rank on each node. The clock of the second is ``ahead`` seconds fast."""
     (folder / "sitecustomize.py").write_text(_SHIFT)
     ranks = []
     for rank in range(2):
