@@ -126,10 +126,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--each", type=int, default=1, help="runs at a time on one GPU")
+    parser.add_argument("--sizes", default="24M,88M")
+    parser.add_argument("--arms", default=",".join(ARMS), help="arms, a yardstick before its own")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("words", nargs="*", help="such as train.steps=300")
     arguments = parser.parse_args()
-    sizes = {"tiny": TIERS["tiny"].model} if arguments.toy else SIZES
+    arms = arguments.arms.split(",")
+    sizes = {name: SIZES[name] for name in arguments.sizes.split(",")}
+    if arguments.toy:
+        sizes = {"tiny": TIERS["tiny"].model}
     common = TOY if arguments.toy else ON_GPU
     places: Queue[str] = Queue()
     for number in range(arguments.gpus * arguments.each):
@@ -145,8 +150,8 @@ def main() -> None:
             places.put(place)
 
     with ThreadPoolExecutor(places.qsize()) as pool:
-        list(pool.map(run, product(sizes, SEEDS, ARMS)))
-    found = {size: summary(arguments.out, size, list(ARMS)) for size in sizes}
+        list(pool.map(run, product(sizes, SEEDS, arms)))
+    found = {size: summary(arguments.out, size, arms) for size in sizes}
     (arguments.out / "fp8-learning.json").write_text(json.dumps(found, indent=1))
 
 
