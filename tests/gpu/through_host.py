@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.parallel import collectives
+from mtrain_cli.parallel import collectives, layer_groups
 
 
 class Arrival:
@@ -98,5 +98,8 @@ def install() -> None:
     dist.batch_isend_irecv = batch_isend_irecv
     dist.all_to_all_single = two_tensors(dist.all_to_all_single)
     dist.all_reduce = all_reduce
+    layer_groups.start_all_to_all = lambda arriving, leaving, receive, send, group: (
+        dist.all_to_all_single(arriving, leaving, receive, send, group=group, async_op=True)
+    )
     collectives._gather = two_tensors(collectives._gather)
     collectives._scatter = two_tensors(collectives._scatter)
