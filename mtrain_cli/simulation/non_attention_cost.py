@@ -24,8 +24,8 @@ from mtrain_cli.simulation.expert_cost import (
     dealt_over,
     layer_experts,
 )
-from mtrain_cli.step.program import DOWN, GATE, UP, Message, Repeat, layers, work
-from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles
+from mtrain_cli.step.program import Message, Repeat, layers, work
+from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles, spared_by_fp8
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.pipeline_plan import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -33,8 +33,6 @@ from mtrain_cli.training.state_memory import StateMemory
 
 _EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
 EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
-_FP8_SOURCE = "the MLP's products of 32,768 rows of Qwen2.5-3B on one H200 (profiles/fp8_speed.py)"
-FP8 = Constant(1.88, "measured", _FP8_SOURCE, 1.7, 1.95)  # times as fast as bfloat16
 _LAUNCHES_SOURCE = (
     "number of kernels that a compiled layer and FSDP2 launch in forward; twice as many in backward"
 )
@@ -240,7 +238,7 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
     program = [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in alike]
     of_rows = {n: 2.0 * prod(s) * rows[n] for n, s in shapes.items() if len(s) == 2}
     flop = work(program, {n: of for n, of in of_rows.items() if n != "router"})
-    spared = dict.fromkeys(flop, 0.0)
+    spared = spared_by_fp8(program, of_rows, train.fp8)
     stream, wide = own * model.hidden_size, tokens * model.intermediate_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     eager = e * (1.0 if train.compile != False else EAGER.value)  # noqa: E712 - auto compiles
@@ -254,10 +252,6 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         of_forward, of_backward = ((tiles - 1) * number for number in _TILE_LAUNCHES)
         forward, backward = 3.0 * wide, 5.0 * wide
         if train.fp8 != "none":
-            # In backward, half of the products are in fp8.
-            mlp = work(program, {op.part: of_rows[op.part] for op in (GATE, UP, DOWN)})
-            for direction, share in ((FORWARD, 1.0), (RECOMPUTE, 1.0), (BACKWARD, 0.5)):
-                spared[direction] = share * (1 - 1 / FP8.value) * mlp[direction]
             # The input of down is written in fp8; the gradients of gate and up are in addition.
             forward, backward = 2.5 * wide, 6.0 * wide
         inside = [
