@@ -31,7 +31,11 @@ ASSUMED_DENSITY = 0.1
 # Products that run in fp8, by train.fp8, and how many times as fast as in bfloat16: milliseconds
 # for 32,768 rows of the MLP of Qwen2.5-3B on an H200 (profiles/fp8_speed.py). In backward, half of
 # the products are for gradients of weights, which stay in bfloat16.
-FP8_PARTS: dict[str, tuple[str, ...]] = {"none": (), "mlp": ("gate", "up", "down")}
+_FP8_PARTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "mlp": ("gate", "up", "down"),
+    "all": ("q", "k", "v", "o", "gate", "up", "down"),
+}
 _FASTER = {
     FORWARD: (4.12 + 1.83) / (2.01 + 1.00),
     RECOMPUTE: 4.12 / 2.01,
@@ -262,7 +266,7 @@ class FlopsPerToken:
 
 def spared_by_fp8(program: Program, parts: Mapping[str, Any], fp8: str) -> dict[str, Any]:
     """Return how much of the `work` of a program takes no time because fp8 is faster."""
-    products = work(program, {part: parts[part] for part in FP8_PARTS[fp8] if part in parts})
+    products = work(program, {part: parts[part] for part in _FP8_PARTS[fp8] if part in parts})
     return {
         direction: _IN_FP8[direction] * (1 - 1 / _FASTER[direction]) * amount
         for direction, amount in products.items()
