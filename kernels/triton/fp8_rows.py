@@ -192,14 +192,13 @@ def normed_rows(
     """Return h = x + added, its norm n if needed, and n in e4m3."""
     x_SC = x_SC.contiguous()
     rows, width = x_SC.shape
-    adds = added_SC is not None
-    added = added_SC.contiguous() if adds else x_SC
+    adds, added_SC = added_SC is not None, x_SC if added_SC is None else added_SC.contiguous()
     h_SC = torch.empty_like(x_SC) if adds else x_SC
-    n_SC = torch.empty_like(x_SC) if needs_norm else None
+    n_SC = torch.empty_like(x_SC) if needs_norm else h_SC
     result = _empty(rows, width, x_SC)
-    tensors = x_SC, added, norm_C, h_SC, n_SC if needs_norm else h_SC, *result
+    tensors = x_SC, added_SC, norm_C, h_SC, n_SC, *result
     _norm[(rows,)](*tensors, eps, width, adds, needs_norm, **_whole(width))
-    return h_SC, n_SC, result
+    return h_SC, n_SC if needs_norm else None, result
 
 
 def gated_rows(gate_SI: Tensor, up_SI: Tensor, keep: bool) -> tuple[Fp8, Fp8 | None]:
@@ -226,13 +225,17 @@ def gate_backward_rows(
     both = _empty(rows, 2 * width, dinner_SI)
     assert dinner_SI.is_contiguous()
     kept = isinstance(gate_up, Fp8)
-    gate, up = gate_up.values_SK.chunk(2, 1) if kept else gate_up
-    gradients = dinner_SI.new_empty(rows, 2 * width).chunk(2, 1) if kept else (gate, up)
-    strides = _stride(gate, up), _stride(*gradients)
-    scales = gate_up.scales_S1 if kept else both.scales_S1
-    tensors = gate, up, scales, dinner_SI, *gradients, *both
+    if isinstance(gate_up, Fp8):
+        gate, up = gate_up.values_SK.chunk(2, 1)
+        dgate, dup = dinner_SI.new_empty(rows, 2 * width).chunk(2, 1)
+        scales = gate_up.scales_S1
+    else:
+        (gate, up), scales = gate_up, both.scales_S1  # the kernel reads no scales
+        dgate, dup = gate, up
+    tensors = gate, up, scales, dinner_SI, dgate, dup, *both
+    strides = _stride(gate, up), _stride(dgate, dup)
     _gate_back[(rows,)](*tensors, *strides, width, kept, **_round(width))
-    return dinner_SI, *gradients, both
+    return dinner_SI, dgate, dup, both
 
 
 def cast_matrix(matrices: Sequence[Tensor], scale: Tensor, transposed: bool) -> Fp8Matrix:

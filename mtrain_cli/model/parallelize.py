@@ -136,10 +136,11 @@ def project_apart(
     *,
     execution: LayerExecution,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v of this worker's heads for the tokens of all workers, or in fp8."""
+    """Compute what `project` does in fp8, or for the tokens of all workers of a tensor group."""
     norm, attention, tensor = layer.input_layernorm, layer.self_attn, execution.tensor
     how = execution.compile, execution.any_length and tensor is None
-    weights, norm_C = ProjectionWeights.of(attention), own_part(norm.weight)
+    weights = ProjectionWeights.of(attention)
+    norm_C: Tensor | None = own_part(norm.weight)
     own = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
     weights = weights._replace(**own)
     of_norm = staged(normalized, *how)
@@ -148,12 +149,11 @@ def project_apart(
         batch, tokens = cos_BN1F.shape[:2]
         x_BNC = gather_rows(own_RC, tensor)[: batch * tokens].view(batch, tokens, -1)
         norm_C = None
-    heads = projected
-    if execution.fp8 == "all":
-        x_BNC = qkv_products(x_BNC, norm_C, norm.eps, weights[:3], of_norm)
-        heads = of_products
-    sizes = attention.head_dim, attention.eps
-    return staged(heads, *how)(x_BNC, weights, *sizes, cos_BN1F, sin_BN1F)
+    arguments = weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F
+    if execution.fp8 != "all":
+        return staged(projected, *how)(x_BNC, *arguments)
+    qkv_BNA = qkv_products(x_BNC, norm_C, norm.eps, weights[:3], of_norm)
+    return staged(of_products, *how)(qkv_BNA, *arguments)
 
 
 def before_experts(

@@ -357,7 +357,7 @@ def test_fp8_keeps_twice_the_layers_and_saves_less_with_each():
         saved.append(seconds[0] - seconds[1])
         chosen = planned(*words, f"train.fp8={kind}", "train.memory=auto").config.train
         kept.append(chosen.keep_mlp)
-    # Milliseconds of gate and up in bfloat16 and fp8 (profiles/fp8_speed.py). Keeping also spares o.
+    # Milliseconds of gate and up in fp8 and bf16 (profiles/fp8_speed.py). Keeping spares o, too.
     output = 2048 / (2 * 11008)
     assert saved[1] / saved[0] == pytest.approx((output + 2.01 / 4.12) / (output + 1))
     assert 1.6 < kept[1] / kept[0] < 2.1, kept
