@@ -167,7 +167,7 @@ def test_the_gradients_of_the_gate_are_those_of_autograd():
 def test_products_that_give_gradients_have_exact_sums(monkeypatch):
     tensors, _ = inputs(outliers=False)
     weights = (tensors[name].bfloat16() for name in ("o", "norm", "gate", "up", "down"))
-    mlp, fast = Fp8Products(FeedForwardWeights(*weights)), []
+    mlp, fast = Fp8Products(FeedForwardWeights(*weights), of_output=True), []
 
     def product(left, right, *_, use_fast_accum, out_dtype):
         fast.append(use_fast_accum)
@@ -177,10 +177,13 @@ def test_products_that_give_gradients_have_exact_sums(monkeypatch):
     rows = Fp8(SimpleNamespace(is_cuda=True, shape=(4, 0)), torch.ones(4, 1))
     mlp.gate_up(rows)
     mlp.down(rows)
-    assert fast == [True, True]
+    monkeypatch.setattr(mlp, "rows", lambda _: rows)
+    mlp.output(rows)
+    assert fast == [True] * 3
     mlp.down_back(rows)
     mlp.gate_up_back(rows)
-    assert fast[2:] == [False, False]
+    mlp.output_back(rows)
+    assert fast[3:] == [False] * 3
 
 
 def with_attention(outliers: bool) -> tuple[dict[str, Tensor], Tensor]:
