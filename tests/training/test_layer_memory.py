@@ -81,3 +81,15 @@ def test_bytes_freed_with_the_mlp_were_kept(words):
     assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
     for moment in result.moments:
         assert all(part >= 0 for part in moment.parts.values())
+
+
+@pytest.mark.parametrize(("keep", "copies"), [("false", 2), ("true", 1)])
+def test_all_products_in_fp8_take_two_weights_of_o_and_no_normed_input(keep, copies):
+    """The second one is for the gradient. With tiles, both exist at the peak."""
+    mlp, every = (
+        estimate(f"train.fp8={kind}", f"train.keep_mlp={keep}", workers=2).moments[1]
+        for kind in ("mlp", "all")
+    )
+    assert mlp.name == every.name == "backward of layer 36"
+    normed, output = (128 << 10) // 2 * 2048 * 2, 2048 * 2048
+    assert every.layer - mlp.layer == copies * output - normed
