@@ -170,6 +170,7 @@ class Fp8Weight:
 def product(
     left: Fp8, right: Fp8Matrix, dtype: torch.dtype, out: Tensor | None, exact_sums: bool = False
 ) -> Tensor:
+    """Multiply e4m3 numbers. exact_sums: add in float32 with all of its bits on a GPU, too."""
     if not left.values_SK.is_cuda:
         result = left.values_SK.float() @ right.values_NK.float().t()
         result = (result * left.scales_S1 * right.scales_1N).to(dtype)

@@ -144,7 +144,7 @@ def _announce(
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         now, before = trainer.config.train.fp8, trainer.train_state.earlier_fp8
-        line += f"; train.fp8={now} from here on, {before} before" * (now != before)
+        line += f"; train.fp8={now} from here on, train.fp8={before} before" * (now != before)
         progress.message(line)
 
 

@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_another_fp8_and_says_so(tmp_path):
     gloo.run(1, run, str(tmp_path), [*words, "train.fp8=mlp", "train.steps=3"], True)
     gloo.run(1, run, str(tmp_path), [*words, "train.fp8=mlp", "train.steps=4"], True)
     lines = [n for n in (tmp_path / "log.txt").read_text().splitlines() if "resumed" in n]
-    changed = "of step 2; train.fp8=mlp from here on, none before"
+    changed = "of step 2; train.fp8=mlp from here on, train.fp8=none before"
     assert [n.partition("checkpoint ")[2] for n in lines] == [changed, "of step 3"]
     assert [m["step"] for m in metrics(tmp_path)] == [1, 2, 3, 4]
 
