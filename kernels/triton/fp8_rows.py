@@ -1,4 +1,4 @@
-"""Cast to fp8 in the kernels that write the inputs of the MLP's fp8 products.
+"""Cast to fp8 in the kernels that write the inputs of fp8 products.
 
 One program has one row, whose largest magnitude it finds before it writes. A separate cast would
 read and write each tensor once more. Arguments and results are those of `model.fp8_rows`.
@@ -19,8 +19,8 @@ from mtrain_cli.model.fp8_rows import E4M3, Fp8, Fp8Matrix
 
 _TILE = 64
 _MOST = 65536  # elements of a row that a program holds
-# Elements of a round of the gate's backward pass: 1.44 ms for 32,768 rows of 11,008 on an H200, and
-# 1.74, 1.69 and 1.66 with 1,024, 2,048 and 16,384.
+# Elements of a round of kernels with two rounds. The gate's backward pass takes 1.44 ms for 32,768
+# rows of 11,008 on an H200, and 1.74, 1.69 and 1.66 with 1,024, 2,048 and 16,384.
 _ROUND = 4096
 
 
@@ -47,6 +47,31 @@ def _cast(INPUT, OUT, SCALES, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _norm(
+    X, ADDED, NORM, H, N, OUT, SCALES, eps, WIDTH: tl.constexpr, ADDS: tl.constexpr,
+    NEEDS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    at = row * WIDTH + column
+    low = X.dtype.element_ty
+    h = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        joined = (h + tl.load(ADDED + at, mask=mask, other=0.0).to(tl.float32)).to(low)
+        tl.store(H + at, joined, mask=mask)
+        h = joined.to(tl.float32)
+    norm = tl.load(NORM + column, mask=mask, other=0.0).to(tl.float32)
+    n = (h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps) * norm).to(low)
+    if NEEDS_NORM:
+        tl.store(N + at, n, mask=mask)
+    values = n.to(tl.float32)
+    scale = _scale(tl.max(_magnitude(values), 0))
+    tl.store(OUT + at, (values * (1.0 / scale)).to(tl.float8e4nv), mask=mask)
+    tl.store(SCALES + row, scale)
+
+
+@triton.jit
 def _gate(
     GATE, UP, OUT, SCALES, stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -62,10 +87,42 @@ def _gate(
 
 
 @triton.jit
-def _gradients(GATES, UPS, DINNERS, mask):
-    """Return silu(gate) * up, and the gradients of gate and of up."""
-    gate = tl.load(GATES, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(UPS, mask=mask, other=0.0).to(tl.float32)
+def _gate_kept(
+    GATE, UP, OUT, SCALES, KEPT, KEPT_SCALES, stride: tl.int64, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # In one round, this takes three times the registers of `_gate`.
+    row = tl.program_id(0).to(tl.int64)
+    gates, ups = GATE + row * stride, UP + row * stride
+    largest, largest_kept = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, WIDTH, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        gate = tl.load(gates + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(ups + column, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude(gate / (1.0 + tl.exp(-gate)) * up))
+        largest_kept = tl.maximum(largest_kept, tl.maximum(_magnitude(gate), _magnitude(up)))
+    scale, kept_scale = _scale(tl.max(largest, 0)), _scale(tl.max(largest_kept, 0))
+    larger, kept_larger = 1.0 / scale, 1.0 / kept_scale
+    for begin in range(0, WIDTH, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        gate = tl.load(gates + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(ups + column, mask=mask, other=0.0).to(tl.float32)
+        inner = gate / (1.0 + tl.exp(-gate)) * up * larger
+        tl.store(OUT + row * WIDTH + column, inner.to(tl.float8e4nv), mask=mask)
+        kept = KEPT + row * 2 * WIDTH + column
+        tl.store(kept, (gate * kept_larger).to(tl.float8e4nv), mask=mask)
+        tl.store(kept + WIDTH, (up * kept_larger).to(tl.float8e4nv), mask=mask)
+    tl.store(SCALES + row, scale)
+    tl.store(KEPT_SCALES + row, kept_scale)
+
+
+@triton.jit
+def _gradients(GATES, UPS, DINNERS, unit, mask):
+    """Return silu(gate) * up, and the gradients of gate and of up. unit: scale of gate and up."""
+    gate = tl.load(GATES, mask=mask, other=0.0).to(tl.float32) * unit
+    up = tl.load(UPS, mask=mask, other=0.0).to(tl.float32) * unit
     dinner = tl.load(DINNERS, mask=mask, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
@@ -74,18 +131,23 @@ def _gradients(GATES, UPS, DINNERS, mask):
 
 @triton.jit
 def _gate_back(
-    GATE, UP, DINNER, OUT, SCALES, stride: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    GATE, UP, KEPT_SCALES, DINNER, DGATE, DUP, OUT, SCALES, stride: tl.int64,
+    stride_of_gradients: tl.int64, WIDTH: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # Two rounds over the row, of which the second one reads from the cache: in one round, the
     # gradients of a whole row would take the registers of a multiprocessor.
     row = tl.program_id(0).to(tl.int64)
     gates, ups, inners = GATE + row * stride, UP + row * stride, DINNER + row * WIDTH
-    low = GATE.dtype.element_ty
+    low = DINNER.dtype.element_ty
+    unit = 1.0
+    dgates, dups = DGATE + row * stride_of_gradients, DUP + row * stride_of_gradients
+    if KEPT:
+        unit = tl.load(KEPT_SCALES + row)
     largest = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         mask = column < WIDTH
-        _, dgate, dup = _gradients(gates + column, ups + column, inners + column, mask)
+        _, dgate, dup = _gradients(gates + column, ups + column, inners + column, unit, mask)
         largest = tl.maximum(largest, tl.maximum(_magnitude(dgate), _magnitude(dup)))
     scale = _scale(tl.max(largest, 0))
     larger = 1.0 / scale
@@ -93,10 +155,10 @@ def _gate_back(
     for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         mask = column < WIDTH
-        inner, dgate, dup = _gradients(gates + column, ups + column, inners + column, mask)
+        inner, dgate, dup = _gradients(gates + column, ups + column, inners + column, unit, mask)
         tl.store(inners + column, inner.to(low), mask=mask)
-        tl.store(gates + column, dgate.to(low), mask=mask)
-        tl.store(ups + column, dup.to(low), mask=mask)
+        tl.store(dgates + column, dgate.to(low), mask=mask)
+        tl.store(dups + column, dup.to(low), mask=mask)
         tl.store(out + column, (dgate * larger).to(tl.float8e4nv), mask=mask)
         tl.store(out + WIDTH + column, (dup * larger).to(tl.float8e4nv), mask=mask)
     tl.store(SCALES + row, scale)
@@ -124,27 +186,56 @@ def cast_rows(input_SK: Tensor) -> Fp8:
     return result
 
 
-def gated_rows(gate_SI: Tensor, up_SI: Tensor) -> Fp8:
-    """Round silu(gate) * up to e4m3."""
+def normed_rows(
+    x_SC: Tensor, norm_C: Tensor, eps: float, added_SC: Tensor | None, needs_norm: bool
+) -> tuple[Tensor, Tensor | None, Fp8]:
+    """Return h = x + added, its norm n if needed, and n in e4m3."""
+    x_SC = x_SC.contiguous()
+    rows, width = x_SC.shape
+    adds, added_SC = added_SC is not None, x_SC if added_SC is None else added_SC.contiguous()
+    h_SC = torch.empty_like(x_SC) if adds else x_SC
+    n_SC = torch.empty_like(x_SC) if needs_norm else h_SC
+    result = _empty(rows, width, x_SC)
+    tensors = x_SC, added_SC, norm_C, h_SC, n_SC, *result
+    _norm[(rows,)](*tensors, eps, width, adds, needs_norm, **_whole(width))
+    return h_SC, n_SC if needs_norm else None, result
+
+
+def gated_rows(gate_SI: Tensor, up_SI: Tensor, keep: bool) -> tuple[Fp8, Fp8 | None]:
+    """Round silu(gate) * up to e4m3. keep: also gate and up side by side, which share scales."""
     rows, width = gate_SI.shape
     result = _empty(rows, width, gate_SI)
-    _gate[(rows,)](gate_SI, up_SI, *result, _stride(gate_SI, up_SI), width, **_whole(width))
-    return result
+    stride = _stride(gate_SI, up_SI)
+    if not keep:
+        _gate[(rows,)](gate_SI, up_SI, *result, stride, width, **_whole(width))
+        return result, None
+    kept = _empty(rows, 2 * width, gate_SI)
+    _gate_kept[(rows,)](gate_SI, up_SI, *result, *kept, stride, width, **_round(width))
+    return result, kept
 
 
 def gate_backward_rows(
-    gate_SI: Tensor, up_SI: Tensor, dinner_SI: Tensor
+    gate_up: Fp8 | tuple[Tensor, Tensor], dinner_SI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Fp8]:
     """Return silu(gate) * up, and the gradients of gate and of up, which e4m3 rows repeat.
 
-    The results overwrite dinner, gate and up, in this order.
+    The results overwrite dinner and, unless they are e4m3, gate and up, in this order.
     """
-    rows, width = gate_SI.shape
-    both = _empty(rows, 2 * width, gate_SI)
+    rows, width = dinner_SI.shape
+    both = _empty(rows, 2 * width, dinner_SI)
     assert dinner_SI.is_contiguous()
-    stride, block = _stride(gate_SI, up_SI), min(_ROUND, triton.next_power_of_2(width))
-    _gate_back[(rows,)](gate_SI, up_SI, dinner_SI, *both, stride, width, **_size(block))
-    return dinner_SI, gate_SI, up_SI, both
+    kept = isinstance(gate_up, Fp8)
+    if isinstance(gate_up, Fp8):
+        gate, up = gate_up.values_SK.chunk(2, 1)
+        dgate, dup = dinner_SI.new_empty(rows, 2 * width).chunk(2, 1)
+        scales = gate_up.scales_S1
+    else:
+        (gate, up), scales = gate_up, both.scales_S1  # the kernel reads no scales
+        dgate, dup = gate, up
+    tensors = gate, up, scales, dinner_SI, dgate, dup, *both
+    strides = _stride(gate, up), _stride(dgate, dup)
+    _gate_back[(rows,)](*tensors, *strides, width, kept, **_round(width))
+    return dinner_SI, dgate, dup, both
 
 
 def cast_matrix(matrices: Sequence[Tensor], scale: Tensor, transposed: bool) -> Fp8Matrix:
@@ -178,6 +269,10 @@ def _stride(gate_SI: Tensor, up_SI: Tensor) -> int:
 def _whole(width: int) -> dict[str, int]:
     assert width <= _MOST, width
     return _size(triton.next_power_of_2(width))
+
+
+def _round(width: int) -> dict[str, int]:
+    return _size(min(_ROUND, triton.next_power_of_2(width)))
 
 
 def _size(block: int) -> dict[str, int]:

@@ -56,7 +56,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")
 SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
-FP8S = ("none", "mlp")
+FP8S = ("none", "mlp", "all")
 FP8_ALIGNMENT = 16  # widths of fp8 products on a GPU are multiples
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
@@ -472,8 +472,8 @@ class TrainConfig:
     dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
         GPUs, float32 on CPUs
     fp8: matrix products in fp8 (e4m3), but not the gradients of weights: none; mlp = gate, up and
-        down, which backward then recomputes in every layer without keep_mlp; needs bfloat16 and,
-        on a GPU, compute capability 8.9 (docs/benchmarks.md)
+        down, which backward then recomputes in every layer without keep_mlp; all = also q, k, v and
+        o; needs bfloat16 and, on a GPU, compute capability 8.9 (docs/benchmarks.md)
     kernel: local attention kernel; auto = the fastest kernel that supports the run
     activation_checkpoint: what a layer keeps for its backward pass: none = everything; selective =
         its input and the attention output; sequence_selective = that output of only the last

@@ -330,6 +330,12 @@ def _fp8(config: Config) -> Iterator[str]:
     if model.intermediate_size % degree == 0 != model.intermediate_size // degree % FP8_ALIGNMENT:
         multiple = f"must be a multiple of {FP8_ALIGNMENT * degree} for {{train.fp8}}"
         yield f"{{model.intermediate_size}}: {multiple}"
+    width = max(1, model.num_kv_heads // degree) * model.head_dim
+    if train.fp8 == "all" and width % FP8_ALIGNMENT:
+        yield (
+            f"{{model.head_dim}}: {{train.fp8}} needs keys whose width is a multiple of "
+            f"{FP8_ALIGNMENT} on each worker, not {width}"
+        )
 
 
 def _train(config: Config) -> Iterator[str]:

@@ -7,7 +7,7 @@ frequencies, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,10 +70,39 @@ def projected(
     sin_BN1F: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous."""
-    q_BNHD, k_BNKD, v_BNKD = (
-        functional.linear(x_BNC, weight_AC, bias_A).unflatten(-1, (-1, head_dim))
+    products = (
+        functional.linear(x_BNC, weight_AC, bias_A)
         for weight_AC, bias_A in zip(weights[:3], weights[3:6], strict=True)
     )
+    return _rotated(products, weights, head_dim, eps, cos_BN1F, sin_BN1F)
+
+
+def of_products(
+    qkv_BNA: Tensor,
+    weights: ProjectionWeights,
+    head_dim: int,
+    eps: float,
+    cos_BN1F: Tensor,
+    sin_BN1F: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result of `projected`. qkv: products with q, k and v side by side."""
+    parts = qkv_BNA.split([len(weight_AC) for weight_AC in weights[:3]], -1)
+    products = (
+        part_BNA.contiguous() if bias_A is None else part_BNA + bias_A
+        for part_BNA, bias_A in zip(parts, weights[3:6], strict=True)
+    )
+    return _rotated(products, weights, head_dim, eps, cos_BN1F, sin_BN1F)
+
+
+def _rotated(
+    products: Iterable[Tensor],
+    weights: ProjectionWeights,
+    head_dim: int,
+    eps: float,
+    cos_BN1F: Tensor,
+    sin_BN1F: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_BNHD, k_BNKD, v_BNKD = (each.unflatten(-1, (-1, head_dim)) for each in products)
     if weights.q_norm_D is not None:
         q_BNHD, k_BNKD = (
             functional.rms_norm(heads, (head_dim,), norm_D, eps)

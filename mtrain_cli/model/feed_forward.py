@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mtrain_cli.model.decoder import DecoderLayer, SwiGLU
 
 
-Products = tuple[Tensor, Tensor, Tensor]  # h, gate(n) and up(n) of a tile
+Products = tuple[Tensor, Any]  # h, and gate(n) and up(n) of a tile
 
 
 class FeedForwardWeights(NamedTuple):
@@ -79,9 +79,9 @@ class FeedForwardOptions:
         return _elementwise(self.execution.compile, self.execution.any_length)
 
     def products(self, weights: FeedForwardWeights) -> MlpProducts:
-        if self.execution.fp8:
-            return Fp8Products(weights)
-        return MlpProducts(weights, self.elementwise[1:3])
+        if self.execution.fp8 != "none":
+            return Fp8Products(weights, of_output=self.execution.fp8 == "all")
+        return MlpProducts(weights, self.elementwise[:3])
 
     def gather(self, own_RC: Tensor) -> Message:
         """Start to gather the rows of all workers that share the layer."""
@@ -163,14 +163,14 @@ def _forward(
     options: FeedForwardOptions, products: list[Products],
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the forward pass. Yield after each message that has started."""
-    gate = _at_gate(x_RC, out.flatten(0, 1), mlp.weights, options)
-    h_RC, n_SC = yield from gate
-    gate_SI, up_SI = mlp.gate_up(mlp.rows(n_SC))
-    del n_SC
-    inner_SI = mlp.gated(gate_SI, up_SI)
-    if options.keep_products:
-        products.append((h_RC, gate_SI, up_SI))
-    del gate_SI, up_SI
+    gate = _at_gate(x_RC, out.flatten(0, 1), mlp, options, needs_norm=False)
+    h_RC, rows = (yield from gate)[::2]
+    gate_up = mlp.gate_up(rows)
+    del rows
+    inner_SI, kept = mlp.gated(gate_up, options.keep_products)
+    if kept is not None:
+        products.append((h_RC, kept))
+    del gate_up, kept
     if options.tensor is None:
         mlp.down(inner_SI, out=result_RC)
         del inner_SI
@@ -183,20 +183,24 @@ def _forward(
 
 
 def _at_gate(
-    x_RC: Tensor, out_SA: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
-) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """Compute a tile up to the inputs of the MLP. Return h of own rows, and n of all rows."""
-    join = options.elementwise[0]
-    message = options.scatter(out_SA @ weights.o_CA.t())
+    x_RC: Tensor, out_SA: Tensor, mlp: MlpProducts, options: FeedForwardOptions, *, needs_norm: bool
+) -> Generator[None, None, tuple[Tensor, Any, Any]]:
+    """Compute a tile up to the inputs of the MLP.
+
+    Return h of own rows, n of all rows if needed, and n as the input of a product.
+    """
+    message = options.scatter(mlp.output(out_SA))
     del out_SA
     yield
-    # In forward the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
-    # two types and compile twice, so detach the weight.
-    h_RC, n_RC = join(x_RC, message.wait(), weights.norm_C.detach(), options.eps)
+    if options.tensor is None:
+        return mlp.normed(x_RC, message.wait(), options.eps, needs_norm)
+    join, norm_C = options.elementwise[0], mlp.weights.norm_C.detach()
+    h_RC, n_RC = join(x_RC, message.wait(), norm_C, options.eps)
     message = options.gather(n_RC)
     del n_RC
     yield
-    return h_RC, message.wait()
+    n_SC = message.wait()
+    return h_RC, n_SC, mlp.rows(n_SC)
 
 
 def _backward(
@@ -204,12 +208,12 @@ def _backward(
     mlp: MlpProducts, options: FeedForwardOptions, products: list[Products], sums: _GradientSums,
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the backward pass. Yield after each message that has started."""
-    o_CA, norm_C = mlp.weights[:2]
+    norm_C = mlp.weights.norm_C
     *_, norm_backward, normed = options.elementwise
     out_SA = out.flatten(0, 1)
     kept = products.pop(0) if products else None
     if kept is not None:
-        h_RC, gate_SI, up_SI = kept
+        h_RC, gate_up = kept
         del kept
         message = options.gather(normed(h_RC, norm_C.detach(), options.eps))
         of_grad = options.gather(grad_RC)
@@ -217,13 +221,14 @@ def _backward(
         n_SC = message.wait()
         del message
     else:
-        h_RC, n_SC = yield from _at_gate(x_RC, out_SA, mlp.weights, options)
+        h_RC, n_SC, rows = yield from _at_gate(x_RC, out_SA, mlp, options, needs_norm=True)
         of_grad = options.gather(grad_RC)
-        gate_SI, up_SI = mlp.gate_up(mlp.rows(n_SC))
+        gate_up = mlp.gate_up(rows)
+        del rows
     grad_SC = of_grad.wait()
     del of_grad
-    gate_inputs = gate_SI, up_SI, mlp.down_back(mlp.rows(grad_SC))
-    del gate_SI, up_SI
+    gate_inputs = gate_up, mlp.down_back(mlp.rows(grad_SC))
+    del gate_up
     inner_SI, dgate_SI, dup_SI, gradients = mlp.gate_backward(*gate_inputs)
     del gate_inputs
     sums.add("down", grad_SC.t(), inner_SI)
@@ -243,9 +248,9 @@ def _backward(
     yield
     dh_SC = message.wait()
     if options.tensor is None:
-        torch.mm(dh_SC, o_CA, out=dout[0])
+        mlp.output_back(dh_SC, out=dout[0])
     else:
-        dout.copy_((dh_SC @ o_CA).view_as(dout))
+        dout.copy_(mlp.output_back(dh_SC).view_as(dout))
     sums.add("o", dh_SC.t(), out_SA)
 
 

@@ -47,24 +47,39 @@ def _scale(largest: Tensor) -> Tensor:
     return largest.clamp(min=1e-30) / LARGEST
 
 
-def gated_rows(gate_SI: Tensor, up_SI: Tensor) -> Fp8:
-    """Round silu(gate) * up to e4m3."""
-    return cast_rows(functional.silu(gate_SI.float()) * up_SI.float())
+def normed_rows(
+    x_SC: Tensor, norm_C: Tensor, eps: float, added_SC: Tensor | None, needs_norm: bool
+) -> tuple[Tensor, Tensor | None, Fp8]:
+    """Return h = x + added, its norm n if needed, and n in e4m3."""
+    h_SC = x_SC if added_SC is None else x_SC + added_SC
+    n_SC = functional.rms_norm(h_SC, norm_C.shape, norm_C, eps)
+    return h_SC, n_SC if needs_norm else None, cast_rows(n_SC)
+
+
+def gated_rows(gate_SI: Tensor, up_SI: Tensor, keep: bool) -> tuple[Fp8, Fp8 | None]:
+    """Round silu(gate) * up to e4m3. keep: also gate and up side by side, which share scales."""
+    inner = cast_rows(functional.silu(gate_SI.float()) * up_SI.float())
+    return inner, cast_rows(torch.cat([gate_SI, up_SI], 1)) if keep else None
 
 
 def gate_backward_rows(
-    gate_SI: Tensor, up_SI: Tensor, dinner_SI: Tensor
+    gate_up: Fp8 | tuple[Tensor, Tensor], dinner_SI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Fp8]:
     """Return silu(gate) * up, and the gradients of gate and of up, which e4m3 rows repeat.
 
-    dinner: the gradient of silu(gate) * up. On a GPU, the results overwrite the arguments.
+    dinner: the gradient of silu(gate) * up. On a GPU, the results overwrite dinner, and gate and up
+    unless they are e4m3.
     """
-    gate, up, dinner = gate_SI.float(), up_SI.float(), dinner_SI.float()
+    if isinstance(gate_up, Fp8):
+        gate, up = (gate_up.values_SK.float() * gate_up.scales_S1).chunk(2, 1)
+    else:
+        gate, up = gate_up[0].float(), gate_up[1].float()
+    dinner = dinner_SI.float()
     silu = functional.silu(gate)
     sigmoid = torch.sigmoid(gate)
     dgate = dinner * up * (sigmoid + silu * (1.0 - sigmoid))
     dup = dinner * silu
-    low = gate_SI.dtype
+    low = dinner_SI.dtype
     both = cast_rows(torch.cat([dgate, dup], 1))
     return (silu * up).to(low), dgate.to(low), dup.to(low), both
 

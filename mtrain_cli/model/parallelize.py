@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.temporary_folders import compiled
-from mtrain_cli.model.decoder import Attend, Decoder, DecoderLayer, ProjectionWeights, projected
+from mtrain_cli.model.decoder import (
+    Attend,
+    Decoder,
+    DecoderLayer,
+    ProjectionWeights,
+    of_products,
+    projected,
+)
 from mtrain_cli.model.experts import Experts, MixtureOfExperts, expert_layers, reset_biases
 from mtrain_cli.model.feed_forward import (
     FeedForwardOptions,
@@ -32,6 +39,7 @@ from mtrain_cli.model.feed_forward import (
     normalized,
 )
 from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.qkv_products import qkv_products
 from mtrain_cli.model.rope import Rotation
 from mtrain_cli.model.routing import Decision, Routing
 from mtrain_cli.model.tiling import LayerExecution, layers_with_products, shared_tile_rows
@@ -84,8 +92,8 @@ class ExecutedLayer(DecoderLayer):
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
         before: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
             staged(project, execution.compile, execution.any_length)
-            if tensor is None
-            else partial(project_shared, tensor=tensor, compile=execution.compile)
+            if tensor is None and execution.fp8 != "all"
+            else partial(project_apart, execution=execution)
         )
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*before(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
@@ -104,7 +112,7 @@ class ExecutedLayer(DecoderLayer):
             out_BNHD = tensor.padded(out_BNHD.flatten(0, 1).flatten(1)).view(
                 1, -1, *out_BNHD.shape[2:]
             )
-        elif not (execution.recompute or execution.fp8) and rows == tokens:
+        elif not (execution.recompute or execution.fp8 != "none") and rows == tokens:
             after = staged(finish, execution.compile, execution.any_length)
             return after(self, x_BNC, out_BNHD)
         eps = self.post_attention_layernorm.eps
@@ -120,26 +128,32 @@ def project(
     return layer.self_attn.project(layer.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
 
 
-def project_shared(
+def project_apart(
     layer: DecoderLayer,
     x_BNC: Tensor,
     cos_BN1F: Tensor,
     sin_BN1F: Tensor,
     *,
-    tensor: TensorGroup,
-    compile: bool,
+    execution: LayerExecution,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v of this worker's heads for the tokens of all workers."""
-    norm, attention = layer.input_layernorm, layer.self_attn
-    own_RC = staged(normalized, compile)(x_BNC[0], own_part(norm.weight), norm.eps)
-    batch, tokens = cos_BN1F.shape[:2]
-    all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
+    """Compute what `project` does in fp8, or for the tokens of all workers of a tensor group."""
+    norm, attention, tensor = layer.input_layernorm, layer.self_attn, execution.tensor
+    how = execution.compile, execution.any_length and tensor is None
     weights = ProjectionWeights.of(attention)
+    norm_C: Tensor | None = own_part(norm.weight)
     own = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
     weights = weights._replace(**own)
-    gathered_BNC = all_NC.view(batch, tokens, -1)
-    heads, sizes = staged(projected, compile), (attention.head_dim, attention.eps)
-    return heads(gathered_BNC, weights, *sizes, cos_BN1F, sin_BN1F)
+    of_norm = staged(normalized, *how)
+    if tensor is not None:
+        own_RC = of_norm(x_BNC[0], norm_C, norm.eps)
+        batch, tokens = cos_BN1F.shape[:2]
+        x_BNC = gather_rows(own_RC, tensor)[: batch * tokens].view(batch, tokens, -1)
+        norm_C = None
+    arguments = weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F
+    if execution.fp8 != "all":
+        return staged(projected, *how)(x_BNC, *arguments)
+    qkv_BNA = qkv_products(x_BNC, norm_C, norm.eps, weights[:3], of_norm)
+    return staged(of_products, *how)(qkv_BNA, *arguments)
 
 
 def before_experts(
@@ -270,7 +284,7 @@ def set_execution(
         compile=compile,
         tile_bytes=train.tile_mib << 20,
         recompute=train.activation_checkpoint != "none",
-        fp8=train.fp8 == "mlp",
+        fp8=train.fp8,
         offload=offload,
         tensor=tensor,
         tensor_chunks=config.topology.tensor_chunks,

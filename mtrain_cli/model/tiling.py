@@ -39,7 +39,7 @@ class LayerExecution:
         faster code of its own, and after eight of them nothing is compiled.
     tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
     keep_products: keep the matrix products of `feed_forward` for the backward pass.
-    fp8: compute the MLP's products in fp8 (`mlp_products.Fp8Products`).
+    fp8: which products are in fp8, as `train.fp8` (`mlp_products.Fp8Products`).
     offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
     tensor: the workers that share each layer. A layer then takes and returns the worker's own
         tokens ``[1, own tokens, C]``, whatever the batch.
@@ -50,7 +50,7 @@ class LayerExecution:
     any_length: bool = False
     tile_bytes: int = 0
     keep_products: bool = False
-    fp8: bool = False
+    fp8: str = "none"
     offload: ActivationOffload | None = None
     tensor: TensorGroup | None = None
     tensor_chunks: int | str = "auto"

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from mtrain_cli.config.cluster import Constant, Gpu
+from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -24,8 +25,8 @@ from mtrain_cli.simulation.expert_cost import (
     dealt_over,
     layer_experts,
 )
-from mtrain_cli.step.program import DOWN, GATE, UP, Message, Repeat, layers, work
-from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles
+from mtrain_cli.step.program import Message, Repeat, layers, work
+from mtrain_cli.training.flops import by_hand, layer_kinds, layer_shapes, own_tiles, spared_by_fp8
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.pipeline_plan import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -33,8 +34,6 @@ from mtrain_cli.training.state_memory import StateMemory
 
 _EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
 EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
-_FP8_SOURCE = "the MLP's products of 32,768 rows of Qwen2.5-3B on one H200 (profiles/fp8_speed.py)"
-FP8 = Constant(1.88, "measured", _FP8_SOURCE, 1.7, 1.95)  # times as fast as bfloat16
 _LAUNCHES_SOURCE = (
     "number of kernels that a compiled layer and FSDP2 launch in forward; twice as many in backward"
 )
@@ -240,7 +239,7 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
     program = [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in alike]
     of_rows = {n: 2.0 * prod(s) * rows[n] for n, s in shapes.items() if len(s) == 2}
     flop = work(program, {n: of for n, of in of_rows.items() if n != "router"})
-    spared = dict.fromkeys(flop, 0.0)
+    spared = spared_by_fp8(program, of_rows, train.fp8)
     stream, wide = own * model.hidden_size, tokens * model.intermediate_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     eager = e * (1.0 if train.compile != False else EAGER.value)  # noqa: E712 - auto compiles
@@ -252,18 +251,11 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
         of_forward, of_backward = ((tiles - 1) * number for number in _TILE_LAUNCHES)
-        forward, backward = 3.0 * wide, 5.0 * wide
-        if train.fp8 != "none":
-            # In backward, half of the products are in fp8.
-            mlp = work(program, {op.part: of_rows[op.part] for op in (GATE, UP, DOWN)})
-            for direction, share in ((FORWARD, 1.0), (RECOMPUTE, 1.0), (BACKWARD, 0.5)):
-                spared[direction] = share * (1 - 1 / FP8.value) * mlp[direction]
-            # The input of down is written in fp8; the gradients of gate and up are in addition.
-            forward, backward = 2.5 * wide, 6.0 * wide
+        casts = _moved_by_casts(model, train.fp8, tokens, without)
         inside = [
-            ComputeCost(moved=eager * forward, launches=of_forward),
-            ComputeCost(moved=eager * 3 * wide * without),
-            ComputeCost(moved=eager * backward + sums, launches=of_backward),
+            ComputeCost(moved=eager * 3 * wide + e * casts[0], launches=of_forward),
+            ComputeCost(moved=eager * 3 * wide * without + e * casts[1]),
+            ComputeCost(moved=eager * 5 * wide + e * casts[2] + sums, launches=of_backward),
         ]
     else:
         inside = list(experts.work())
@@ -276,6 +268,31 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         of_layer, less = flop[direction] / number, spared.get(direction, 0.0) / number
         around = ComputeCost(of_layer, eager * narrow, launches * LAUNCHES.value, spared=less)
         yield around + of_mlp if of_layer else ComputeCost()
+
+
+def _moved_by_casts(
+    model: ModelConfig, fp8: str, tokens: int, without: float
+) -> tuple[float, float, float]:
+    """Return what fp8 adds to a layer's forward, recomputed and backward traffic, in elements.
+
+    A cast apart reads an element and writes half of one, the cast of a weight reads it twice. The
+    kernels of norms and of the gate's forward pass write half an element instead of one, that of
+    the gate's backward pass writes both. without: share of layers that keep no products.
+    """
+    if fp8 == "none":
+        return 0.0, 0.0, 0.0
+    hidden, wide = tokens * model.hidden_size, tokens * model.intermediate_size
+    mlp, kept = 2.5 * model.hidden_size * model.intermediate_size, 1 - without
+    forward = (kept - 0.5) * wide - 0.5 * hidden + 3 * mlp
+    recomputed = without * (0.5 * hidden + 2 * mlp)
+    backward = (1 - kept) * wide + 1.5 * hidden + 3 * mlp
+    if fp8 == "all":
+        heads, keys = (n * model.head_dim for n in (model.num_heads, 2 * model.num_kv_heads))
+        output, qkv = (2.5 * model.hidden_size * width for width in (heads, heads + keys))
+        forward += 1.5 * tokens * heads - 0.5 * hidden + output + qkv
+        recomputed += without * (1.5 * tokens * heads + output) - 0.5 * hidden + qkv
+        backward += 1.5 * (hidden + tokens * (heads + keys)) + 2 * hidden + output + qkv
+    return forward, recomputed, backward
 
 
 class ExpectedTime(NamedTuple):

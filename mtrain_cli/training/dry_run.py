@@ -532,7 +532,8 @@ def describe_dtype(plan: RunPlan) -> str:
     elif plan.dtype != "float32":
         text += " compute; float32 parameters, gradients and AdamW states"
     if train.fp8 != "none":
-        text += "; MLP products in fp8, except gradients of weights"
+        of = "MLP products" if train.fp8 == "mlp" else "products of layers"
+        text += f"; {of} in fp8, except gradients of weights"
     if train.reduce_dtype != "float32":
         text += f"; gradients reduced in {train.reduce_dtype}"
     return text

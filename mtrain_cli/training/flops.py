@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,26 @@ from mtrain_cli.config.sizes import count
 from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.parallel.recording import RECOMPUTE
-from mtrain_cli.step.program import EXPERTS_IN, EXPERTS_OUT, Repeat, layers, work
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.step.program import EXPERTS_IN, EXPERTS_OUT, Program, Repeat, layers, work
 
 Shape = tuple[int, ...]
 # Share of causal pairs that a pattern is assumed to compute if the share depends on the data.
 ASSUMED_DENSITY = 0.1
+# Products that run in fp8, by train.fp8, and how many times as fast as in bfloat16: milliseconds
+# for 32,768 rows of the MLP of Qwen2.5-3B on an H200 (profiles/fp8_speed.py). In backward, half of
+# the products are for gradients of weights, which stay in bfloat16.
+_FP8_PARTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "mlp": ("gate", "up", "down"),
+    "all": ("q", "k", "v", "o", "gate", "up", "down"),
+}
+_FASTER = {
+    FORWARD: (4.12 + 1.83) / (2.01 + 1.00),
+    RECOMPUTE: 4.12 / 2.01,
+    BACKWARD: (1.94 + 4.03) / (1.18 + 2.15),
+}
+_IN_FP8 = {FORWARD: 1.0, RECOMPUTE: 1.0, BACKWARD: 0.5}
 
 
 def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str, Shape]:
@@ -241,10 +256,21 @@ class FlopsPerToken:
     executed: the basis of HFU: 6 per matmul parameter and padded token; 14 * head_dim per layer,
         head and pair that mask and sparsity allow, since a flash backward recomputes q k^T; and the
         matrix products that backward recomputes. Partial tiles are not rounded up.
+    spared: those of ``executed`` that take no time (`spared_by_fp8`).
     """
 
     model: float
     executed: float
+    spared: float = 0.0
+
+
+def spared_by_fp8(program: Program, parts: Mapping[str, Any], fp8: str) -> dict[str, Any]:
+    """Return how much of the `work` of a program takes no time because fp8 is faster."""
+    products = work(program, {part: parts[part] for part in _FP8_PARTS[fp8] if part in parts})
+    return {
+        direction: _IN_FP8[direction] * (1 - 1 / _FASTER[direction]) * amount
+        for direction, amount in products.items()
+    }
 
 
 def flops_per_token(
@@ -258,6 +284,7 @@ def flops_per_token(
     tiled: bool = False,
     recomputed_logits: bool = False,
     keep_mlp: bool | int = False,
+    fp8: str = "none",
 ) -> FlopsPerToken:
     """Return the training FLOP per token of sequences of `seq` tokens.
 
@@ -273,12 +300,14 @@ def flops_per_token(
     attention = model.num_layers * model.num_heads * model.head_dim * allowed
     kinds = layers(model, checkpointed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
     matrices = _matrices(model, False) | _matrices(model, True)
-    again = work([Repeat(n, layer.backward()) for n, layer in kinds], matrices)[RECOMPUTE]
+    program = [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in kinds]
+    again = work(program, matrices)[RECOMPUTE]
     again += number.embedding if recomputed_logits else 0
     products = (6 * number.matmul + 2 * again) * (padded_seq or seq)
     return FlopsPerToken(
         model=6 * number.matmul + 12 * attention / seq,
         executed=(products + (14 + 4 * pairs_again) * attention) / seq,
+        spared=2 * sum(spared_by_fp8(program, matrices, fp8).values()) * (padded_seq or seq) / seq,
     )
 
 
@@ -304,6 +333,7 @@ def training_flops(
         tiled=by_hand(config, rows < tokens),
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,
+        fp8=train.fp8,
     )
 
 

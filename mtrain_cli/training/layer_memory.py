@@ -72,7 +72,11 @@ class LayerMemory:
         self.kv = 2 * e * self.tokens * model.num_kv_heads * model.head_dim
         self.lse = 4 * self.tokens * model.num_heads
         self.product = e * self.tokens * model.intermediate_size
-        self.products = self.hidden + 2 * self.product
+        self.fp8, self.all_fp8 = train.fp8 != "none", train.fp8 == "all"
+        wide = self.product + 4 * self.tokens if self.fp8 else 2 * self.product  # e4m3, and scales
+        self.products = self.hidden + wide
+        # The normed input of q, k and v, of which fp8 keeps no copy in the compute dtype.
+        self.normed = 0 if self.all_fp8 and self.degree == 1 else self.degree * self.hidden
         # q and k before their norms (Qwen3), kept only without checkpointing.
         self.before_norms = self.out + self.kv // 2 if model.qk_norm else 0
         self.recomputes = train.activation_checkpoint != "none"
@@ -82,7 +86,6 @@ class LayerMemory:
         self.decision = self.experts.decision if self.experts else 0
         # Whether `feed_forward` has its own backward pass; else autograd keeps the products.
         self.by_hand = self.recomputes or by_hand(config, self.tiled)
-        self.fp8 = train.fp8 != "none"
         keeping = layers_with_products(train.keep_mlp, model.num_layers) if self.by_hand else 0
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
@@ -104,7 +107,7 @@ class LayerMemory:
             more = self.decision + self.experts.saved
             return (3 + self.degree) * self.hidden + attention + more
         if self.by_hand:
-            return (1 + self.degree) * self.hidden + attention  # the normed input is gathered
+            return self.hidden + self.normed + attention
         return 4 * self.hidden + attention + 4 * self.product
 
     @cached_property
@@ -139,7 +142,7 @@ class LayerMemory:
 
     def _recomputed(self) -> int:
         """Return the recomputed tensors: normed input, q, k, v, and the missing part of output."""
-        recomputed = self.degree * self.hidden + self.out + self.before_norms
+        recomputed = self.normed + self.out + self.before_norms
         if self.early:
             recomputed += self.out + self.lse + self.attention.gathered_columns
         # If forward kept a shard of the ring, backward does not use the recomputed k and v.
@@ -152,8 +155,9 @@ class LayerMemory:
         attention's output; in a tile x + attention, its norm, gate, up, silu(gate),
         silu(gate) * up, and the gradients of product and gate. With tensor parallelism, a tile
         gathers the gradient of the MLP's output, messages of neighboring tiles are in flight, and
-        x + attention has only own rows. With fp8, the gradients overwrite gate, up and the gradient
-        of the product, and have a copy in fp8, as the weights have, some of them transposed.
+        x + attention has only own rows. With fp8, the gradients overwrite the gradient of the
+        product, and gate and up if those are recomputed, and have a copy in fp8, as the weights
+        have, some of them transposed.
         """
         if not self.by_hand:  # autograd: the gradients of product, silu and up
             return self.products
@@ -162,24 +166,26 @@ class LayerMemory:
         # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and in float32 both
         # and their product.
         norm = (12 if self.e < 4 else 4) * model.hidden_size // self.degree
-        wide_tensors = 4 - 2 * self.fp8 + 2 * (not products)
+        wide_tensors = 4 if products or self.fp8 else 6
         narrow_tensors = 1.0 if products else 1 + 1 / self.degree
         if self.degree > 1:
             narrow_tensors += 1 + _IN_FLIGHT * self.tiled
         narrow = round(narrow_tensors * hidden)
         gate = self.rows * (max(wide_tensors * product, norm) + narrow)
         gradients = 2 * self.hidden + self.out
-        # Bytes of fp8 weights: down at the gate, and gate and up if recomputed; both in other tiles
-        # and after it.
+        # Bytes of fp8 weights: down at the gate, and o, gate and up if recomputed; both in other
+        # tiles and after it, and the transpose of o in other tiles.
+        width = model.num_heads * model.head_dim
         matrix = model.hidden_size * model.intermediate_size * self.fp8
-        first, rounded = (1 if products else 3) * matrix, (3 if products else 5) * matrix
+        output = model.hidden_size * width * self.all_fp8
+        again = 0 if products else 2 * matrix + output
+        first, rounded = matrix + again, 3 * matrix + again
         if self.tiled:  # float32 gradients of the weights in addition
-            width = model.num_heads * model.head_dim
             in_float32 = 4 * model.hidden_size * (3 * model.intermediate_size + width)
-            return gradients + gate + rounded + max(0, in_float32 - self.weights)
+            return gradients + gate + rounded + output + max(0, in_float32 - self.weights)
         # In one tile, the weights have no gradient at the gate yet. After it, two tensors of the
-        # MLP's width remain, with fp8 one more, and without those two if they overwrote kept ones.
-        remaining = 2 + self.fp8 - 2 * (self.fp8 and products)
+        # MLP's width remain, with fp8 one more.
+        remaining = 2 + self.fp8
         after = self.rows * max(remaining * product + 3 * hidden, norm)
         return gradients + max(gate + first - self.weights, after + rounded)
 

@@ -143,6 +143,8 @@ def _announce(
         line = f"resumed from the checkpoint of step {trainer.step}"
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
+        now, before = trainer.config.train.fp8, trainer.train_state.earlier_fp8
+        line += f"; train.fp8={now} from here on, train.fp8={before} before" * (now != before)
         progress.message(line)
 
 

@@ -315,9 +315,10 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     layers, n = config.model.num_layers, plan.micro_batches
     peak = peak_flops(plan.hardware.gpu or ASSUMED_GPU) or 100e12
     pairs = assumed_density(config) * causal_pairs(config.seq)
-    flop = training_flops(
+    counted = training_flops(
         config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
-    ).executed
+    )
+    flop = counted.executed - counted.spared
     # Seconds of one micro-batch.
     sharing = environment.dims.cp * environment.dims.tp * environment.dims.pp
     compute = flop * config.seq * train.micro_batch / sharing / (USED_OF_PEAK * peak)

@@ -97,7 +97,7 @@ def resolve_run(
     chosen = choose_layout(config.of_worker, dims.cp, environment.context_per_node)
     dtype = compute_dtype(config, environment.device)
     if config.train.fp8 != "none":
-        _require_fp8(dtype, hardware.capability)
+        _require_fp8(config.train.fp8, dtype, hardware.capability)
     pattern = make_pattern(config.sparsity, config.seed)
     if isinstance(pattern, FixedPattern):
         pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
@@ -134,14 +134,14 @@ def resolve_run(
     )
 
 
-def _require_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+def _require_fp8(fp8: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
     if dtype != torch.bfloat16:
-        given = f"train.fp8=mlp: needs bfloat16, not {str(dtype).removeprefix('torch.')}"
+        given = f"train.fp8={fp8}: needs bfloat16, not {str(dtype).removeprefix('torch.')}"
         raise ConfigError(f"{given}; give train.dtype=bfloat16")
     if capability is not None and capability < _FP8_CAPABILITY:
         needs, has = (".".join(map(str, each)) for each in (_FP8_CAPABILITY, capability))
         raise ConfigError(
-            f"train.fp8=mlp: needs GPUs of compute capability {needs} or later, not {has}"
+            f"train.fp8={fp8}: needs GPUs of compute capability {needs} or later, not {has}"
         )
 
 

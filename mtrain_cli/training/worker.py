@@ -162,6 +162,7 @@ class TrainState:
         self.step = self.tokens = self.nonfinite = 0
         self.rollbacks: list[Rollback] = []
         self.can_roll_back = False
+        self.earlier_fp8 = config.train.fp8  # of the steps before a resume
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -218,6 +219,7 @@ class TrainState:
             "tokens": self.tokens,
             "spikes": self.spikes.state(),
             "nonfinite": self.nonfinite,
+            "fp8": self._worker.config.train.fp8,
             "rollbacks": [asdict(rollback) for rollback in self.rollbacks],
             **self._loader.state(),
         }
@@ -253,6 +255,7 @@ class TrainState:
         self.states.send()
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
+        self.earlier_fp8 = str(saved.get("fp8", self.earlier_fp8))
         self._loader.load_state(saved)
         self._has_learned = not self._worker.config.sparsity.has_learned_state
         self.can_roll_back = self._worker.config.train.rollback.limit > 0

@@ -254,12 +254,14 @@ def test_steps_accumulate_and_slow_ranks_delay_everybody():
 def test_fp8_is_as_much_faster_as_measured_and_computes_as_much(workers, ratio):
     """Sparse steps of 128K on H200s (docs/benchmarks.md)."""
     words = ("model=qwen3b", "seq=128k", f"topology.workers={workers}", "train.keep_mlp=8")
-    bf16, fp8 = (
+    bf16, fp8, every = (
         step(*words, f"train.fp8={kind}", workers=workers, pairs=SPARSE).step
-        for kind in ("none", "mlp")
+        for kind in ("none", "mlp", "all")
     )
     assert bf16.seconds.value / fp8.seconds.value == pytest.approx(ratio, rel=0.03)
-    assert fp8.flop == bf16.flop
+    # q, k, v and o are a tenth of a layer's products.
+    assert 1.01 < fp8.seconds.value / every.seconds.value < 1.05
+    assert every.flop == fp8.flop == bf16.flop
 
 
 def test_spared_flop_take_no_time():
@@ -319,3 +321,31 @@ def test_a_tiled_layer_is_measured_at_its_tile_unless_a_tile_is_launch_bound():
         tiled = dataclasses.replace(cost, rows=rows)
         assert tiled.size(layer) == size
         assert tiled.size(LOSS) == tokens
+
+
+def test_casts_move_what_they_read_and_write():
+    """In elements: 1.5 per cast of an activation, and 2.5 per weight, whose scale comes first."""
+    tokens, c, i, heads, keys = 32768, 2048, 11008, 2048, 512
+    none, mlp, every = (
+        NonAttentionCost.of(
+            plan_on(
+                load_cluster("h200_1x8"),
+                compose(["model=qwen3b", "seq=128k", f"train.fp8={kind}", "train.keep_mlp=36"]),
+                workers=4,
+            )
+        )
+        for kind in ("none", "mlp", "all")
+    )
+
+    def more(part: str, fewer: NonAttentionCost, many: NonAttentionCost) -> float:
+        return (getattr(many, part).moved - getattr(fewer, part).moved) / 2
+
+    # Gate and up are kept in half an element each, and the input of down spares half of one.
+    assert more("forward", none, mlp) == tokens * (0.5 * i - 0.5 * c) + 2.5 * 3 * c * i
+    assert more("recomputed", none, mlp) == 0
+    assert more("backward", none, mlp) == 1.5 * tokens * c + 2.5 * 3 * c * i
+    weights = 2.5 * c * (2 * heads + keys)
+    assert more("forward", mlp, every) == tokens * (1.5 * heads - 0.5 * c) + weights
+    assert more("recomputed", mlp, every) == -0.5 * tokens * c + 2.5 * c * (heads + keys)
+    casts = tokens * (1.5 * (c + heads + keys) + 2 * c)
+    assert more("backward", mlp, every) == casts + weights

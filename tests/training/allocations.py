@@ -21,11 +21,10 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
+from mtrain_cli.model import mlp_products
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.feed_forward import FeedForwardWeights
 from mtrain_cli.model.fp8_rows import Fp8, Fp8Matrix
 from mtrain_cli.model.loss import LossOptions
-from mtrain_cli.model.mlp_products import Fp8Products
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -174,23 +173,38 @@ def fp8_matrix(matrices: list[torch.Tensor], scale: torch.Tensor, transposed: bo
     return Fp8Matrix(values, scale.new_zeros(1, len(values)))
 
 
-class Fp8OfGpu(Fp8Products):
-    """Allocates what the fp8 products of a GPU do, whose kernels overwrite gate and up."""
+def gate_backward_rows(gate_up, dinner):
+    """Allocate what the kernel does, which overwrites gate and up if they are not e4m3."""
+    both = fp8_rows(dinner, 2 * dinner.shape[1])
+    if isinstance(gate_up, Fp8):
+        gate_up = dinner.new_zeros(len(dinner), 2 * dinner.shape[1]).chunk(2, 1)
+    return dinner, *gate_up, both
 
-    def __init__(self, weights: FeedForwardWeights) -> None:
-        super().__init__(weights)
-        self._kernels = SimpleNamespace(
-            cast_rows=fp8_rows,
-            gated_rows=lambda gate, _: fp8_rows(gate),
-            gate_backward_rows=lambda gate, up, dinner: (
-                dinner, gate, up, fp8_rows(gate, 2 * gate.shape[1])
-            ),
-            cast_matrix=fp8_matrix,
-        )  # fmt: skip
 
-    def _product(self, left, right, *, out=None, **_):
-        like = self.weights.down_CI
-        return out if out is not None else like.new_zeros(len(left[0]), len(right[0]))
+FP8_KERNELS = SimpleNamespace(
+    cast_rows=fp8_rows,
+    normed_rows=lambda x, _, __, added, needs_norm: (
+        x if added is None else x + added, x.clone() if needs_norm else None, fp8_rows(x)
+    ),
+    gated_rows=lambda gate, _, keep: (
+        fp8_rows(gate), fp8_rows(gate, 2 * gate.shape[1]) if keep else None
+    ),
+    gate_backward_rows=gate_backward_rows,
+    cast_matrix=fp8_matrix,
+)  # fmt: skip
+
+
+def fp8_product(left, right, dtype, out, **_):
+    result = (len(left.values_SK), len(right.values_NK))
+    return out if out is not None else torch.zeros(result, dtype=dtype)
+
+
+def use_gpu_allocations(patch: pytest.MonkeyPatch) -> None:
+    """Make norms and fp8 products allocate what they do on a GPU."""
+    for module in (decoder_module, feed_forward_module):
+        patch.setattr(module, "functional", FUNCTIONAL)
+    patch.setattr(mlp_products, "kernels_of", lambda _: FP8_KERNELS)
+    patch.setattr(mlp_products, "product", fp8_product)
 
 
 def step_peak(
@@ -294,10 +308,8 @@ def step_peak(
     states_on_host = StateMemory(config, world, train.global_batch, dtype.itemsize).host
     expected = estimate.allocated + estimate.host - states_on_host
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decoder_module, feed_forward_module):
-            patch.setattr(module, "functional", FUNCTIONAL)
+        use_gpu_allocations(patch)
         patch.setattr(torch.nn.functional, "rms_norm", FUNCTIONAL.rms_norm)
-        patch.setattr(feed_forward_module, "Fp8Products", Fp8OfGpu)
         gradients()
         step()
         # Host buffers of offloaded activations, which persist from step to step.
@@ -356,8 +368,7 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     attend = attention_of(config, exchange, kernel, masks, offload)
     inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decoder_module, feed_forward_module):
-            patch.setattr(module, "functional", FUNCTIONAL)
+        use_gpu_allocations(patch)
         with LiveBytes([*decoder.parameters(), *inputs]) as live:
             before = live.now()
             loss = decoder(*inputs, attend, 1.0)

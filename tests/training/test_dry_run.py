@@ -605,3 +605,12 @@ def banner_of(
     environment = resolve_environment(config)
     plan = plan_here(config, environment)
     return " ".join(text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("mlp", "; MLP products in fp8"), ("all", "; products of layers in fp8")]
+)
+def test_the_plan_says_which_products_are_in_fp8(kind, said):
+    gpu = ("topology.device=cuda", "topology.workers=1", "topology.gpu_memory_gib=80")
+    plan = make_plan(compose(["model=qwen0.5b", *gpu, f"train.fp8={kind}"]))
+    assert f"{said}, except gradients of weights" in module.describe_dtype(plan)

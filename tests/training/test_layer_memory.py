@@ -25,20 +25,24 @@ from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_
         pytest.param(["none", "train.tile_mib=1", "train.keep_mlp=true"], marks=pytest.mark.slow),
         ["none", "train.keep_mlp=true"],
         ["full", OFFLOADED, "train.keep_mlp=true"],
+        ["selective", "train.keep_mlp=true", "train.fp8=mlp"],
+        ["none", "train.fp8=all"],
     ],
-    keep=(2, 3, 6, 8, 10, 12, 13),
+    keep=(2, 3, 6, 8, 10, 12, 13, 16),
 )
 def test_a_layer_keeps_exactly_the_estimated_bytes(words):
-    overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
+    in_bf16 = len(words) == 1 or "fp8" in words[-1]
+    dtype = ["train.dtype=bfloat16"] * in_bf16
+    overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *dtype, *words[1:])
     (fewer, less), (more, result) = (
-        allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5)
+        allocations.kept(layers, overrides, BF16 if in_bf16 else FP32) for layers in (4, 5)
     )
     # With offloading, one more layer is on the host; without, on the device.
     expected = (result.moments[0].activations + result.host) - (
         less.moments[0].activations + less.host
     )
     # Without recomputation, norms keep one number per row, which the estimate leaves out.
-    assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
+    assert more - fewer == pytest.approx(expected, rel=0.017 if words[0] == "none" else 0)
 
 
 def test_only_the_sparse_layers_of_a_mixed_model_keep_an_index():
@@ -77,3 +81,15 @@ def test_bytes_freed_with_the_mlp_were_kept(words):
     assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
     for moment in result.moments:
         assert all(part >= 0 for part in moment.parts.values())
+
+
+@pytest.mark.parametrize(("keep", "copies"), [("false", 2), ("true", 1)])
+def test_all_products_in_fp8_take_two_weights_of_o_and_no_normed_input(keep, copies):
+    """The second one is for the gradient. With tiles, both exist at the peak."""
+    mlp, every = (
+        estimate(f"train.fp8={kind}", f"train.keep_mlp={keep}", workers=2).moments[1]
+        for kind in ("mlp", "all")
+    )
+    assert mlp.name == every.name == "backward of layer 36"
+    normed, output = (128 << 10) // 2 * 2048 * 2, 2048 * 2048
+    assert every.layer - mlp.layer == copies * output - normed

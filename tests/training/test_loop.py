@@ -136,6 +136,17 @@ def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
     assert "resumed from the checkpoint of step 3" in log
 
 
+def test_a_run_goes_on_with_another_fp8_and_says_so(tmp_path):
+    words = ["train.dtype=bfloat16", "train.steps=2"]
+    gloo.run(1, run, str(tmp_path), words)
+    gloo.run(1, run, str(tmp_path), [*words, "train.fp8=mlp", "train.steps=3"], True)
+    gloo.run(1, run, str(tmp_path), [*words, "train.fp8=mlp", "train.steps=4"], True)
+    lines = [n for n in (tmp_path / "log.txt").read_text().splitlines() if "resumed" in n]
+    changed = "of step 2; train.fp8=mlp from here on, train.fp8=none before"
+    assert [n.partition("checkpoint ")[2] for n in lines] == [changed, "of step 3"]
+    assert [m["step"] for m in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_a_stop_saves_even_if_the_end_would_not(tmp_path):
     words = ["train.steps=6", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
     assert gloo.run(2, run, str(tmp_path), words, False, 3) == [[3], [3]]

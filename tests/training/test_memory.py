@@ -59,7 +59,7 @@ ONE_WORKER = [
     case("full", BASE, "train.keep_mlp=1"),
     case("selective", BASE, "train.loss_gradients=recompute"),
 ]
-WIDE = "model.intermediate_size=4096"
+WIDE, KEPT, MANY_HEADS = "model.intermediate_size=4096", "train.keep_mlp=true", "model.num_heads=32"
 FP8 = [*BASE, "train.fp8=mlp", "train.dtype=bfloat16"]
 IN_FP8 = [
     case("full", FP8, dtype=BF16),
@@ -69,6 +69,16 @@ IN_FP8 = [
     # Wide weights and few tokens, so that the weights in fp8 count.
     case("full", [*FP8, "seq=512", "model.num_layers=2"], WIDE, dtype=BF16),
     case("full", [*FP8, "seq=1k", "model.num_layers=2"], WIDE, "train.tile_mib=1", dtype=BF16),
+    case("selective", [*FP8, "seq=512", "model.num_layers=2"], WIDE, KEPT, dtype=BF16),
+]
+ALL_FP8 = [*BASE, "train.fp8=all", "train.dtype=bfloat16"]
+ALL_IN_FP8 = [
+    case("full", ALL_FP8, dtype=BF16),
+    case("none", ALL_FP8, dtype=BF16),
+    case("none", ALL_FP8, "model.qk_norm=true", "train.keep_mlp=2", dtype=BF16),
+    case("selective", ALL_FP8, "train.tile_mib=3", "train.keep_mlp=2", dtype=BF16),
+    case("full", [*ALL_FP8, "seq=512", "model.num_layers=2"], WIDE, dtype=BF16),
+    case("full", [*ALL_FP8, "seq=1k", "model.num_layers=2"], MANY_HEADS, dtype=BF16),
 ]
 TWO_WORKERS = [
     case("selective", dtype=BF16),
@@ -172,6 +182,7 @@ def ratios(world, cases):
         pytest.param(2, [*TWO_WORKERS[::4], *MIXED_LAYERS[::3]], 0.03, id="two workers"),
         pytest.param(2, SHARED_LAYERS[:3], 0.05, id="tensor parallel"),
         pytest.param(1, IN_FP8, 0.0125, id="fp8"),
+        pytest.param(1, ALL_IN_FP8, 0.0125, id="all in fp8"),
         pytest.param(2, STAGES[:3], 0.05, id="stages"),
         pytest.param(2, EXPERTS, 0.05, id="experts"),
         pytest.param(1, ONE_WORKER, 0.03, marks=pytest.mark.slow, id="all of one worker"),
@@ -182,7 +193,7 @@ def ratios(world, cases):
         pytest.param(2, EXPERTS_OF_TWO, 0.05, marks=pytest.mark.slow, id="all dealt experts"),
         pytest.param(1, EXPERTS_ALONE, 0.05, marks=pytest.mark.slow, id="all experts alone"),
     ],
-    keep=(1, 2, 4),
+    keep=(1, 2, 3, 5),
 )
 def test_the_estimate_equals_the_live_bytes_of_a_step(world, cases, error):
     result = ratios(world, cases)

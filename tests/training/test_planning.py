@@ -345,6 +345,24 @@ def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
     assert (chosen_plan and chosen_plan.config.train.keep_mlp) is kept
 
 
+def test_fp8_keeps_twice_the_layers_and_saves_less_with_each():
+    words = ["model=qwen3b", "seq=512k", "topology.workers=4", "topology.gpu_memory_gib=141"]
+    saved, kept = [], []
+    for kind in ("none", "mlp"):
+        plan = planned(*words, f"train.fp8={kind}")
+        seconds = [
+            planning.step_seconds(plan, config, plan.estimate(config))
+            for config in (plan.config.changed(train={"keep_mlp": n}) for n in (0, 10))
+        ]
+        saved.append(seconds[0] - seconds[1])
+        chosen = planned(*words, f"train.fp8={kind}", "train.memory=auto").config.train
+        kept.append(chosen.keep_mlp)
+    # Milliseconds of gate and up in fp8 and bf16 (profiles/fp8_speed.py). Keeping spares o, too.
+    output = 2048 / (2 * 11008)
+    assert saved[1] / saved[0] == pytest.approx((output + 2.01 / 4.12) / (output + 1))
+    assert 1.6 < kept[1] / kept[0] < 2.1, kept
+
+
 @mostly_slow(
     "words",
     [

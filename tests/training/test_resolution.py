@@ -68,11 +68,12 @@ def test_the_kernel_is_chosen_for_the_intervals_of_the_data(tmp_path):
         ("train.dtype=auto", "needs bfloat16, not float32; give train.dtype=bfloat16"),
     ],
 )
-def test_fp8_needs_a_gpu_that_has_it_and_bfloat16(words, refusal):
+@pytest.mark.parametrize("kind", ["mlp", "all"])
+def test_fp8_needs_a_gpu_that_has_it_and_bfloat16(kind, words, refusal):
     device = "cuda" if words == "train.dtype=bfloat16" else "cpu"
     environment = replace(gloo.environment(0, 1), device=device)
-    config = compose(["train.fp8=mlp", words, "topology.workers=1"])
-    with pytest.raises(ConfigError, match=f"train.fp8=mlp: {refusal}"):
+    config = compose([f"train.fp8={kind}", words, "topology.workers=1"])
+    with pytest.raises(ConfigError, match=f"train.fp8={kind}: {refusal}"):
         resolve_run(config, environment, AMPERE)
     newer = replace(AMPERE, capability=(8, 9))
     if device == "cuda":
