@@ -65,7 +65,9 @@ _KERNELS = {
     ATTENTION: r"(?i)flash|fmha|attention|sdpa",
     OPTIMIZER: r"(?i)adam|multi_tensor_apply",
     PRODUCTS: r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_",
-    ELEMENTWISE: r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm",
+    # The last ones are those of kernels/triton/fp8_rows.py.
+    ELEMENTWISE: r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm|"
+    r"^_(cast|norm|gate)",
 }
 # The part of one of PyTorch's CPU operators by its name.
 _OPERATORS = {

@@ -381,6 +381,8 @@ def test_a_trace_without_a_step_is_refused():
         ),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links"),
         ("triton_poi_fused_add_mul_silu_3", "element-wise"),
+        ("_gate_back", "element-wise"),
+        ("_cast_tile", "element-wise"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>,"
             " 3ul>(int)",
