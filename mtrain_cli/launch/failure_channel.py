@@ -28,15 +28,17 @@ from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import (
     PORT,
-    SECRET,
     STORE_TIMEOUT,
     Job,
+    connect,
+    decide_on_rank_zero,
     hub_port,
-    job_store,
     listen,
+    require_no_note,
     shared_key,
 )
 from mtrain_cli.launch.progress_record import WorkerActivity
+from mtrain_cli.launch.roll_call import RollCall, connected
 from mtrain_cli.launch.run_status import HEARTBEAT_S
 
 _Dated = TypeVar("_Dated", Failure, WorkerActivity)
@@ -70,33 +72,21 @@ class FailureChannel:
         """Connect to rank 0. logs: folder of the activity records.
 
         Raises ConfigError if this machine cannot reach the port of rank 0, and RunError if rank 0
-        ended before this rank came, or did not come within STORE_TIMEOUT.
+        has ended, or did not come within STORE_TIMEOUT. The ranks end as rank 0 if it refuses.
         """
-        store = job_store(job)
-        from torch.distributed import DistNetworkError, DistStoreError
+        self._hub: _Hub | None = None
 
-        self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
-        if self._hub:
+        def begin() -> str:
+            roll_call = RollCall(job, connect(job, STORE_TIMEOUT)) if job.world_size > 1 else None
+            self._hub = _Hub(job.world_size, duties, logs, _server(job), roll_call)
             # Anybody may read the store, so with a secret all ranks derive the token from it.
-            token = "-" if shared_key(_STORE_KEY) else self._hub.token
-            store.set(_STORE_KEY, f"{self._hub.port} {token}")
-        try:
-            entry = store.get(_STORE_KEY)
-        except DistStoreError as error:  # the store answers, but has no such entry
-            raise RunError(
-                f"rank {job.rank}: rank 0 did not come within {STORE_TIMEOUT.total_seconds():g} s. "
-                "Look at the output of rank 0, and start all ranks again."
-            ) from error
-        except DistNetworkError as error:
-            reason = str(error).partition("\n")[0]
-            raise RunError(
-                f"rank {job.rank} came too late: rank 0 has ended ({reason}). Rank 0 printed why."
-            ) from error
-        port, token = _port_and_token(entry)
+            return f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
+
+        port, token = decide_on_rank_zero(begin, _STORE_KEY).split()
         self._address = self._hub.host if self._hub else job.address
         try:
             timeout = STORE_TIMEOUT.total_seconds()
-            self._socket = socket.create_connection((self._address, port), timeout=timeout)
+            self._socket = socket.create_connection((self._address, int(port)), timeout=timeout)
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
@@ -104,13 +94,15 @@ class FailureChannel:
                 f"Otherwise open all ports between the machines, or set {PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
+        connected.set()
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
         self._one_machine = job.one_machine
-        self._write(f"{token} {job.rank}\n{json.dumps({'clock': time.time()})}")
+        clock = json.dumps({"clock": time.time()})
+        self._write(f"{shared_key(_STORE_KEY) or token} {job.rank}\n{clock}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
@@ -181,8 +173,10 @@ class _Hub:
         duties: RankZeroDuties,
         logs: Path | None = None,
         server: socket.socket | None = None,
+        roll_call: RollCall | None = None,
     ) -> None:
         self._world_size, self._duties, self._logs = world_size, duties, logs
+        self._roll_call = roll_call
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -205,6 +199,7 @@ class _Hub:
                 self._duties.beat()
                 beaten = time.monotonic()
             self._receive(timeout=0.2)
+            self._call_roll()
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
@@ -214,6 +209,21 @@ class _Hub:
             if (peer.rank or 0) >= self._world_size:
                 with contextlib.suppress(OSError):
                     peer.socket.sendall(bytes([0]))
+
+    def _call_roll(self) -> None:
+        """Name the ranks that have not come yet, and note it as a failure if one does not come."""
+        missing = [rank for rank in range(self._world_size) if rank not in self._greeted]
+        if self._roll_call is None or not missing:
+            self._roll_call = None
+            return
+        try:
+            require_no_note(self._roll_call.store)
+            self._roll_call.check(lambda: missing)
+        except Exception as error:
+            self._roll_call = None
+            if isinstance(error, ConfigError | RunError):
+                failure = failures.failure_from(error)
+                self._failures.append(dataclasses.replace(failure, rank=missing[0]))
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -340,17 +350,6 @@ def _server(job: Job) -> socket.socket:
     except OSError as error:
         reason = f"rank 0 cannot listen on this port ({error.strerror or error})"
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
-
-
-def _port_and_token(entry: bytes) -> tuple[int, str]:
-    port, _, token = entry.decode(errors="replace").partition(" ")
-    key = shared_key(_STORE_KEY)
-    if not port.isdigit() or (token == "-") != (key is not None):
-        raise ConfigError(
-            f"{SECRET}: this rank and rank 0 do not have the same secret. Give all ranks the same "
-            "one, or none."
-        )
-    return int(port), key or token
 
 
 def _records(

@@ -115,7 +115,6 @@ def run_in_job(
     """
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
-    remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None
     agent_is_gone = _follow_agent()
@@ -128,7 +127,13 @@ def run_in_job(
         return _resume_hint(run_dir, job)
 
     duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)
-    channel = FailureChannel(job, duties, run_dir.logs)
+    try:
+        channel = FailureChannel(job, duties, run_dir.logs)
+    except ConfigError:
+        run_dir.discard()
+        raise
+    # Not earlier: a signal, such as torchrun's after the loss of a rank, ends a wait for rank 0.
+    remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
         # Other machines may not have the disk of rank 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -10,7 +11,7 @@ from importlib import metadata
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import run_dir
+from mtrain_cli.launch import roll_call, run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import tell_the_others
@@ -30,7 +31,12 @@ def main() -> None:
     if other := os.environ.get("TORCH_VERSION"):
         version = metadata.version
         metadata.version = lambda name: other if name == "torch" else version(name)
+    roll_call.SILENT_S = float(os.environ.get("SILENT_S", roll_call.SILENT_S))
     try:
+        roll_call.sign_in()
+        if os.environ.get("ENDS_EARLY"):
+            time.sleep(1)  # until it has shown that it lives
+            os.kill(os.getpid(), signal.SIGKILL)
         config = compose.compose(overrides)
         environment = resolve_environment(config)
         sys.exit(

@@ -21,7 +21,7 @@ import mtrain_cli
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import job as jobs
-from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, current_job, listen
+from mtrain_cli.launch.job import PORT, SECRET, Job, current_job, listen, seal, unseal
 
 HERE = Path(__file__).parent
 
@@ -332,6 +332,28 @@ def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
     )
 
 
+@pytest.mark.slow
+def test_torchrun_ends_soon_after_rank_0_refused_and_rank_0_says_why():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port, began = other.getsockname()[1], time.monotonic()
+        words = ["--nproc-per-node", "2", str(HERE / "job_process.py"), "sleeps", "run.dir=run"]
+        paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words, "topology.device=cpu"],
+            env={**os.environ, "MTRAIN_PORT": str(port), "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    # torchrun waits 30 s for ranks that a signal does not end.
+    assert time.monotonic() - began < 25
+    lines = [line for line in done.stderr.splitlines() if line.startswith("before the workers: ")]
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"before the workers: MTRAIN_PORT={port}: rank 0 cannot listen on this port"
+    ]
+    assert not Path("run").exists()
+
+
 def job_at(address: str, nodes: int = 2) -> Job:
     return Job("slurm", 0, 2 * nodes, 0, 2, address, 0)
 
@@ -395,19 +417,19 @@ def test_a_secret_that_is_the_name_of_a_file_is_refused(monkeypatch):
 
 
 def test_decisions_of_rank_0_need_the_secret(monkeypatch):
-    assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
-    without = _seal("decision/1", "text").encode()
+    assert unseal("decision/1", seal("decision/1", "a\nb").encode()) == "a\nb"
+    without = seal("decision/1", "text").encode()
     monkeypatch.setenv(SECRET, "one")
-    sealed = _seal("decision/1", "a\nb").encode()
-    assert _unseal("decision/1", sealed) == "a\nb"
+    sealed = seal("decision/1", "a\nb").encode()
+    assert unseal("decision/1", sealed) == "a\nb"
     for stranger in (without, sealed + b"c", b"", b"\xff\n"):
         with pytest.raises(ConfigError, match=f"{SECRET}: .* Give all ranks the same one"):
-            _unseal("decision/1", stranger)
+            unseal("decision/1", stranger)
     with pytest.raises(ConfigError):
-        _unseal("decision/2", sealed)
+        unseal("decision/2", sealed)
     monkeypatch.setenv(SECRET, "two")
     with pytest.raises(ConfigError):
-        _unseal("decision/1", sealed)
+        unseal("decision/1", sealed)
 
 
 def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_well(monkeypatch):
