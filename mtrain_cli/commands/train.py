@@ -23,7 +23,6 @@ from mtrain_cli.config import plugins
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
-from mtrain_cli.launch import roll_call
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
@@ -84,8 +83,8 @@ def train(
     if no_data and not dry_run:
         raise ConfigError("--no-data: a run needs its data; give it with --dry-run")
     plan = cfg or dry_run
-    if not plan:
-        roll_call.sign_in()
+    for watch in () if plan else plugins.watches():
+        watch.sign_in()
     run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
     if cfg:

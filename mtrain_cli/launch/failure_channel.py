@@ -14,14 +14,16 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure, RunError
@@ -38,10 +40,8 @@ from mtrain_cli.launch.job import (
     shared_key,
 )
 from mtrain_cli.launch.progress_record import WorkerActivity
-from mtrain_cli.launch.roll_call import RollCall, connected
 from mtrain_cli.launch.run_status import HEARTBEAT_S
 
-_Dated = TypeVar("_Dated", Failure, WorkerActivity)
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
@@ -49,6 +49,10 @@ LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 # Closes the connection to a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
+is_connected = threading.Event()
+# Called often with a function that returns the ranks that are missing. It may raise RunError.
+RollCall = Callable[[Callable[[], Sequence[int]]], None]
+_CLOCK = struct.Struct("<d")  # what rank 0 sends first: seconds since the epoch
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 
 
@@ -77,8 +81,10 @@ class FailureChannel:
         self._hub: _Hub | None = None
 
         def begin() -> str:
-            roll_call = RollCall(job, connect(job, STORE_TIMEOUT)) if job.world_size > 1 else None
-            self._hub = _Hub(job.world_size, duties, logs, _server(job), roll_call)
+            store = connect(job, STORE_TIMEOUT)
+            calls = [watch.roll_call(job, store) for watch in plugins.watches()]
+            calls.append(lambda _: require_no_note(store))
+            self._hub = _Hub(job.world_size, duties, logs, _server(job), calls)
             # Anybody may read the store, so with a secret all ranks derive the token from it.
             return f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
 
@@ -94,15 +100,13 @@ class FailureChannel:
                 f"Otherwise open all ports between the machines, or set {PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
-        connected.set()
+        is_connected.set()
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
-        self._one_machine = job.one_machine
-        clock = json.dumps({"clock": time.time()})
-        self._write(f"{shared_key(_STORE_KEY) or token} {job.rank}\n{clock}")
+        self._write(f"{shared_key(_STORE_KEY) or token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
@@ -121,6 +125,8 @@ class FailureChannel:
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
         self._failed = True
+        own_clock = time.time() - progress_record.now()
+        failure = dataclasses.replace(failure, time=failure.time - own_clock)
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
         if self._watcher.is_alive() and failure.kind == "peer lost" and not failure.trace:
@@ -138,6 +144,9 @@ class FailureChannel:
     def _watch(self) -> None:
         """Exit with the code that rank 0 sends, or with 1 if rank 0 is gone."""
         try:
+            clock = self._socket.recv(_CLOCK.size)
+            if len(clock) == _CLOCK.size and not self._hub:
+                progress_record.set_clock(*_CLOCK.unpack(clock))
             verdict = self._socket.recv(1)
         except OSError:
             verdict = b""
@@ -146,10 +155,8 @@ class FailureChannel:
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._tells:
-                records = _records(self._logs, self._world_size, [0], {})
-                # Records of other machines have the times of their clocks, so show no ages.
-                now = time.time() if self._one_machine else 0.0
-                where = progress_record.activity_lines(records, [0], now)
+                records = _records(self._logs, self._world_size, [0])
+                where = progress_record.activity_lines(records, [0], progress_record.now())
                 print_cause(_lost(0, self._address), where)
             exit_now(1)
 
@@ -173,17 +180,16 @@ class _Hub:
         duties: RankZeroDuties,
         logs: Path | None = None,
         server: socket.socket | None = None,
-        roll_call: RollCall | None = None,
+        roll_calls: Sequence[RollCall] = (),
     ) -> None:
         self._world_size, self._duties, self._logs = world_size, duties, logs
-        self._roll_call = roll_call
+        self._roll_calls = roll_calls
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
         self._greeted: set[int] = set()
-        self._ahead: dict[int, float] = {}  # seconds, of the clock of a rank's machine
         self._failures: list[Failure] = []
         host, self.port = self._server.getsockname()[:2]
         self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
@@ -199,7 +205,8 @@ class _Hub:
                 self._duties.beat()
                 beaten = time.monotonic()
             self._receive(timeout=0.2)
-            self._call_roll()
+            if missing := sorted(set(range(self._world_size)) - self._greeted):
+                self._call_roll(missing)
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
@@ -210,20 +217,17 @@ class _Hub:
                 with contextlib.suppress(OSError):
                     peer.socket.sendall(bytes([0]))
 
-    def _call_roll(self) -> None:
-        """Name the ranks that have not come yet, and note it as a failure if one does not come."""
-        missing = [rank for rank in range(self._world_size) if rank not in self._greeted]
-        if self._roll_call is None or not missing:
-            self._roll_call = None
-            return
+    def _call_roll(self, missing: Sequence[int]) -> None:
         try:
-            require_no_note(self._roll_call.store)
-            self._roll_call.check(lambda: missing)
-        except Exception as error:
-            self._roll_call = None
-            if isinstance(error, ConfigError | RunError):
-                failure = failures.failure_from(error)
-                self._failures.append(dataclasses.replace(failure, rank=missing[0]))
+            for call in self._roll_calls:
+                call(lambda: missing)
+            return
+        except (ConfigError, RunError) as error:
+            failure = dataclasses.replace(failures.failure_from(error), rank=missing[0])
+            self._failures.append(failure)
+        except RuntimeError:
+            pass  # the store is gone, as is whoever serves it
+        self._roll_calls = ()
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -239,6 +243,8 @@ class _Hub:
             # The peer is gone, or too many files are open and a later call accepts the connection.
             return
         _keep_alive(connection)
+        with contextlib.suppress(OSError):  # the peer is gone already
+            connection.sendall(_CLOCK.pack(time.time()))
         peer = _Peer(connection, address[0])
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -267,17 +273,11 @@ class _Hub:
             self._greeted.add(peer.rank)
         for line in lines:
             message = json.loads(line)
-            if "clock" in message:
-                self._ahead[peer.rank] = message["clock"] - time.time()
-            elif "done" in message:
+            if "done" in message:
                 self._expected.discard(peer.rank)
             else:
                 failure = Failure(rank=peer.rank, exit_code=1, **message["failure"])
-                self._failures.append(self._by_own_clock(peer.rank, failure))
-
-    def _by_own_clock(self, rank: int, dated: _Dated) -> _Dated:
-        """Return what another rank dated with a time of this machine's clock."""
-        return dataclasses.replace(dated, time=dated.time - self._ahead.get(rank, 0.0))
+                self._failures.append(failure)
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -287,8 +287,7 @@ class _Hub:
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
         gone = [failure.rank for failure in self._failures if not failure.is_consequence]
-        read = _records(self._logs, self._world_size, gone, self._ahead)
-        records = {rank: self._by_own_clock(rank, record) for rank, record in read.items()}
+        records = _records(self._logs, self._world_size, gone)
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
         left = self._expected - reported
@@ -352,17 +351,15 @@ def _server(job: Job) -> socket.socket:
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
 
 
-def _records(
-    logs: Path | None, world_size: int, gone: Sequence[int], ahead: Mapping[int, float]
-) -> dict[int, WorkerActivity]:
+def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
     """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
 
-    gone, ahead: see `progress_record.keep`.
+    gone: see `progress_record.keep`.
     """
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
-    progress_record.keep(logs, paths, gone, ahead)
+    progress_record.keep(logs, paths, gone)
     return progress_record.read_activities(paths)
 
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.failures import RunError
@@ -377,21 +378,21 @@ def _meet(job: Job, store: Store) -> None:
             raise
         store.add(_JOINED, 1)
         return
-    from mtrain_cli.launch.roll_call import RollCall
 
     def late() -> list[int]:
         return [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]
 
     store.set(_HELLO, seal(_HELLO, str(job.world_size)))
     end, is_noted = time.monotonic() + STORE_TIMEOUT.total_seconds(), False
-    roll_call = RollCall(job, store)
+    roll_calls = [watch.roll_call(job, store) for watch in plugins.watches()]
     while store.add(_JOINED, 0) + store.add(_NOTES, 0) < job.world_size - 1:
         if not is_noted and store.check([_NOTE]):
             # A rank that does not find the store would wait for it until STORE_TIMEOUT.
             is_noted, end = True, time.monotonic() + _NOTE_TIMEOUT_S
         if time.monotonic() > end:
             break
-        roll_call.check(late)
+        for call in roll_calls:
+            call(late)
         time.sleep(0.05)
     require_no_note(store)
     if ranks := late():

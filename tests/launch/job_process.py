@@ -11,11 +11,12 @@ from importlib import metadata
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import roll_call, run_dir
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import tell_the_others
 from mtrain_cli.launch.local import launch
+from mtrain_extras.watch import roll_call
 
 
 def main() -> None:

@@ -249,6 +249,21 @@ def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
         jobs._meet(late, store)
 
 
+def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
+    began = time.monotonic()
+    variables = {0: {"SILENT_S": "3"}, 1: {"ENDS_EARLY": "1"}}
+    ends = SimulatedJob("adds_ranks", 2, "run.dir=run", variables_of=variables).ends()
+    assert time.monotonic() - began < 30
+    assert ends == [
+        (
+            1,
+            f"before the workers: rank 1 on {socket.gethostname()} is gone: it showed no sign of "
+            "life for 3 s before it met rank 0. See its output.\n",
+        ),
+        (-signal.SIGKILL, ""),
+    ]
+
+
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
     ends = SimulatedJob("sleeps", 3, "run.dir=run", of_rank={2: ["seq=1k"]}, late={1: 1.5}).ends()
     assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False), (2, False)]

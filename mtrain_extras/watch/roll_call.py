@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 FIRST_S, BEAT_S = 10.0, 2.0
 _MOST = 8  # most groups of ranks in a line
-connected = threading.Event()  # set when rank 0 notices by itself if this rank ends
 
 
 def sign_in() -> None:
@@ -46,12 +45,14 @@ def sign_in() -> None:
 
 
 def _show_life(job: jobs.Job) -> None:
+    from mtrain_cli.launch.failure_channel import is_connected
+
     with contextlib.suppress(Exception):  # `jobs.job_store` reports what is wrong with the store
         store = jobs.connect(job, jobs.STORE_TIMEOUT)
         for number in count():
             key = _key(jobs.current_job() or job)  # it may continue with fewer ranks
             store.set(key, jobs.seal(key, f"{number} {socket.gethostname()}"))
-            if connected.wait(BEAT_S):
+            if is_connected.wait(BEAT_S):
                 return
 
 
@@ -63,7 +64,7 @@ class RollCall:
     """What rank 0 knows of the ranks that it waits for."""
 
     def __init__(self, job: jobs.Job, store: Store) -> None:
-        self._job, self.store = job, store
+        self._job, self._store = job, store
         self._began = self._looked = time.monotonic()
         self._next_line_s = FIRST_S
         # The last sign of life of a rank, and when it was new.
@@ -77,7 +78,7 @@ class RollCall:
         self._looked, ranks = now, [*missing()]
         for rank in ranks:
             key = _key(self._job, rank)
-            sign = jobs.unseal(key, self.store.get(key)) if self.store.check([key]) else ""
+            sign = jobs.unseal(key, self._store.get(key)) if self._store.check([key]) else ""
             if sign and sign != self._signs.get(rank, ("", 0))[0]:
                 self._signs[rank] = sign, now
             if sign and now - self._signs[rank][1] > SILENT_S:
