@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,22 @@ class RunPlace:
             return retried(lambda: self._place.fs.cat_file(self._place.at(name)))
         except FileNotFoundError:
             return None
+
+    def silence(self, seconds: float) -> str:
+        """Return why no small file can be read within some seconds; "" if one can."""
+        found = [f"no answer for {seconds:g} seconds"]
+
+        def ask() -> None:
+            try:
+                self.read(ID)
+                found.append("")
+            except PlaceError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[-1]
 
     def put(self, file: Path, name: str) -> None:
         """Write a file. Raises FileNotFoundError if it is gone here."""

@@ -113,11 +113,11 @@ def recorded(monkeypatch, method, act=lambda *_: None):
     """Record the paths that a method of the store writes. act: may fail before it writes."""
     written, original = [], getattr(MemoryFileSystem, method)
 
-    def call(self, first, second, *rest, **options):
-        path = second if method == "put_file" else first
+    def call(self, *words, **options):
+        path = words[1] if method == "put_file" else words[0]
         act(len(written), path)
         written.append(path)
-        return original(self, first, second, *rest, **options)
+        return original(self, *words, **options)
 
     monkeypatch.setattr(MemoryFileSystem, method, call)
     return written
@@ -301,9 +301,47 @@ def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
     began = time.monotonic()
     run.close()
     assert time.monotonic() - began < 5
-    assert run.warnings == [f"run.remote={URL}: is not complete after 0.2 seconds, and is left"]
+    assert run.warnings == [
+        f"run.remote={URL}: failed (not complete after 0.2 seconds); it has no checkpoint"
+    ]
     hang.set()
     run.copies[0]._thread.join()
+
+
+def test_a_store_that_no_longer_answers_is_left_although_its_package_tries_for_minutes(
+    store, tmp_path, monkeypatch
+):
+    is_gone, mended = False, threading.Event()
+    recorded(monkeypatch, "put_file", lambda *_: is_gone and mended.wait(20))
+    recorded(monkeypatch, "cat_file", lambda *_: is_gone and mended.wait(20))
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 0.5)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    is_gone = True
+    run.save(4)
+    began = time.monotonic()
+    run.close()
+    assert time.monotonic() - began < 5
+    assert run.warnings == [f"run.remote={URL}: failed (no answer for 0.5 seconds); it has step 2"]
+    mended.set()
+    run.copies[0]._thread.join()
+
+
+def test_a_store_that_is_slow_or_away_for_a_moment_is_waited_for(store, tmp_path, monkeypatch):
+    is_away = threading.Event()
+    recorded(monkeypatch, "put_file", lambda *_: time.sleep(0.3))
+    recorded(monkeypatch, "cat_file", lambda *_: is_away.is_set() and time.sleep(0.3))
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 2.0)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    is_away.set()
+    run.close()
+    is_away.clear()
+    assert complete(store) == [2]
+    assert run.warnings == []
 
 
 def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkeypatch):
