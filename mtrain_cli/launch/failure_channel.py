@@ -7,7 +7,6 @@ rank 0, which the system closes when the rank's process ends. Rank 0 then prints
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import json
 import os
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,17 +49,15 @@ LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
 is_connected = threading.Event()
-# Called often with a function that returns the ranks that are missing. It may raise RunError.
-RollCall = Callable[[Callable[[], Sequence[int]]], None]
 _CLOCK = struct.Struct("<d")  # what rank 0 sends first: seconds since the epoch
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 
 
 @dataclass(frozen=True)
 class RankZeroDuties:
-    """Functions that rank 0 calls for the whole job.
+    """Functions that rank 0 calls for the whole job; other ranks call on_mistake, too.
 
-    on_mistake, on_failure: called before it exits. on_failure returns a line to print, or "".
+    on_mistake, on_failure: called before the exit. on_failure returns a line to print, or "".
     beat: called every HEARTBEAT_S seconds.
     """
 
@@ -103,7 +100,7 @@ class FailureChannel:
         is_connected.set()
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
-        self._closing = self._failed = False
+        self._duties, self._closing, self._failed = duties, False, False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
         self._write(f"{shared_key(_STORE_KEY) or token} {job.rank}")
@@ -125,14 +122,14 @@ class FailureChannel:
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
         self._failed = True
-        own_clock = time.time() - progress_record.now()
-        failure = dataclasses.replace(failure, time=failure.time - own_clock)
+        # By rank 0's clock, as the records.
+        failure = replace(failure, time=failure.time - time.time() + progress_record.now())
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
         if self._watcher.is_alive() and failure.kind == "peer lost" and not failure.trace:
             line = failure.message.removesuffix(".")
             line += f". It may be rank 0, which has not answered for {VERDICT_WAIT_S:g} s."
-            failure = dataclasses.replace(failure, message=line)
+            failure = replace(failure, message=line)
         print_cause(failure)
         exit_now(2 if failure.kind == "config" else 1)
 
@@ -151,6 +148,8 @@ class FailureChannel:
         except OSError:
             verdict = b""
         if verdict:
+            if verdict[0] == 2:
+                self._duties.on_mistake()
             exit_now(verdict[0])
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
@@ -180,7 +179,7 @@ class _Hub:
         duties: RankZeroDuties,
         logs: Path | None = None,
         server: socket.socket | None = None,
-        roll_calls: Sequence[RollCall] = (),
+        roll_calls: Sequence[Callable[..., None]] = (),
     ) -> None:
         self._world_size, self._duties, self._logs = world_size, duties, logs
         self._roll_calls = roll_calls
@@ -205,8 +204,8 @@ class _Hub:
                 self._duties.beat()
                 beaten = time.monotonic()
             self._receive(timeout=0.2)
-            if missing := sorted(set(range(self._world_size)) - self._greeted):
-                self._call_roll(missing)
+            if self._roll_calls:
+                self._call_roll()
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
@@ -217,14 +216,16 @@ class _Hub:
                 with contextlib.suppress(OSError):
                     peer.socket.sendall(bytes([0]))
 
-    def _call_roll(self, missing: Sequence[int]) -> None:
+    def _call_roll(self) -> None:
+        """Name ranks that have not come yet. Note it as a failure if one of them does not come."""
+        missing = sorted(set(range(self._world_size)) - self._greeted)
         try:
-            for call in self._roll_calls:
+            for call in self._roll_calls if missing else ():
                 call(lambda: missing)
-            return
+            if missing:
+                return
         except (ConfigError, RunError) as error:
-            failure = dataclasses.replace(failures.failure_from(error), rank=missing[0])
-            self._failures.append(failure)
+            self._failures.append(replace(failures.failure_from(error), rank=missing[0]))
         except RuntimeError:
             pass  # the store is gone, as is whoever serves it
         self._roll_calls = ()

@@ -247,7 +247,9 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
-    check_variables()
+    # Refuse a secret that others know, and a number that is no port, before anybody waits.
+    shared_key("")
+    hub_port()
     if _smaller is not None and job == _smaller[1]:
         return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
     store = open_store(job)
@@ -255,12 +257,6 @@ def job_store(job: Job) -> Store:
         with _explain_failures(job):
             _meet(job, store)
     return store
-
-
-def check_variables() -> None:
-    """Refuse a secret that others know, and a number that is no port, before anybody waits."""
-    shared_key("")
-    hub_port()
 
 
 @functools.cache
@@ -281,7 +277,7 @@ def open_store(job: Job) -> Store:
 def connect(job: Job, timeout: timedelta) -> Store:
     """Return a new connection to the job's store, also if it opens later. Raises OSError.
 
-    A thread that waits in a connection keeps others from using it.
+    No other thread can use a connection in which one waits.
     """
     import torch.distributed as dist
 

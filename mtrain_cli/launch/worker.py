@@ -126,7 +126,15 @@ def run_in_job(
         run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
         return _resume_hint(run_dir, job)
 
-    duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)
+    record = progress_record.job_record_path(run_dir.logs, job.rank)
+
+    def forget() -> None:
+        run_dir.discard()
+        for remove in (record.unlink, run_dir.logs.rmdir, run_dir.path.rmdir) if job.rank else ():
+            with contextlib.suppress(OSError):  # it is of the disk that rank 0 has, or not empty
+                remove()
+
+    duties = RankZeroDuties(forget, failed, run_dir.beat)
     try:
         channel = FailureChannel(job, duties, run_dir.logs)
     except ConfigError:
@@ -134,7 +142,6 @@ def run_in_job(
         raise
     # Not earlier: a signal, such as torchrun's after the loss of a rank, ends a wait for rank 0.
     remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
-    record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
         # Other machines may not have the disk of rank 0.
         text = decide_on_rank_zero(run_dir.resolved.read_text)

@@ -392,6 +392,22 @@ class RunCopy(Callback):
             self._say(f"no report page ({why(error)})", warning=True)
 
 
+def unclaim(remote: str, folder: Path) -> None:
+    """Remove the files of a run without checkpoints from the place that it claimed, if any."""
+
+    def remove() -> None:
+        with contextlib.suppress(ConfigError, PlaceError, OSError):
+            place, own = RunPlace(remote, folder), (folder / ID).read_bytes()
+            if place.read(ID) == own and not steps(there := place.files(), complete=False):
+                for name in sorted(there, key=lambda name: name == ID):
+                    place.remove(name)
+                place.remove_empty()
+
+    thread = threading.Thread(target=remove, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+
+
 def _word(mark: bytes) -> str:
     """Return the key of the job's store at which a node says that it could not send files."""
     return f"run.remote/{mark.decode()}"

@@ -135,8 +135,11 @@ class RunPlace:
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             self.remove(name)
             files.pop(name)
+        self.remove_empty(f"checkpoints/step-{step}")
+
+    def remove_empty(self, name: str = "") -> None:
         with contextlib.suppress(Exception):  # an empty folder does no harm
-            self._place.remove_empty(f"checkpoints/step-{step}")
+            self._place.remove_empty(name)
 
 
 def steps(files: dict[str, int], *, complete: bool = True) -> list[int]:

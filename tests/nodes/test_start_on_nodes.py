@@ -69,11 +69,30 @@ def test_a_node_with_other_settings_is_refused_in_one_line(text, tmp_path):
         each = [words, [*words, "optim.lr=1e-3"]]
         ended = node_runs.train(network, each, tmp_path, check=False)
     assert ended.codes == [2, 2]
+    assert not (tmp_path / "runs").exists()
     assert ended.errors(0) == [
         "error: optim.lr=0.001: rank 1 was started with this value, rank 0 with auto. Start all "
         "ranks with the same settings."
     ]
     assert ended.errors(1) == []
+
+
+def test_a_refused_start_leaves_nothing_on_disks_that_the_nodes_do_not_share(text, tmp_path):
+    words, runs = [*bytes_table.settings("ring", text), STEPS], tmp_path / "runs"
+    runs.mkdir()
+
+    def on_second(*command: str) -> str:
+        done = subprocess.run(network.command(1, command), capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    with Network(2) as network:
+        assert on_second("mount", "-t", "tmpfs", "tmpfs", str(runs)) == ""
+        each = [words, [*words, "optim.lr=1e-3"]]
+        ended = node_runs.train(network, each, tmp_path, check=False)
+        assert ended.codes == [2, 2]
+        assert on_second("find", str(runs), "-mindepth", "1") == ""
+        assert [*runs.iterdir()] == []
+        node_runs.train(network, words, tmp_path)
 
 
 def test_a_node_with_other_data_is_refused_in_one_line(text, tmp_path):
