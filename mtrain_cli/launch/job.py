@@ -253,7 +253,7 @@ def job_store(job: Job) -> Store:
     if _smaller is not None and job == _smaller[1]:
         return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
     store = open_store(job)
-    if not _torchrun_serves():
+    if not torchrun_serves():
         with _explain_failures(job):
             _meet(job, store)
     return store
@@ -265,7 +265,7 @@ def open_store(job: Job) -> Store:
     import torch.distributed as dist
 
     with _explain_failures(job):
-        if job.rank or _torchrun_serves():
+        if job.rank or torchrun_serves():
             return connect(job, STORE_TIMEOUT)
         return dist.TCPStore(
             job.address, job.master_port, job.world_size, is_master=True, timeout=STORE_TIMEOUT,
@@ -281,14 +281,14 @@ def connect(job: Job, timeout: timedelta) -> Store:
     """
     import torch.distributed as dist
 
-    address = job.master_addr if _torchrun_serves() else job.address
+    address = job.master_addr if torchrun_serves() else job.address
     _wait_for_port(address, job.master_port, timeout.total_seconds())
     open_store = functools.partial(
         dist.TCPStore, address, job.master_port, job.world_size, is_master=False, timeout=timeout,
         wait_for_workers=False,
     )  # fmt: skip
     store = _answer(open_store)
-    if not _torchrun_serves():
+    if not torchrun_serves():
         return store
     # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
@@ -345,7 +345,7 @@ def _answer(open_store: Callable[[], Store]) -> Store:
     return store
 
 
-def _torchrun_serves() -> bool:
+def torchrun_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -427,7 +427,7 @@ def tell_the_others(problems: Iterable[str]) -> None:
             return  # or it has met the others, and has told them
         if job.rank:
             _leave_note(job, connect(job, timedelta(seconds=_NOTE_TIMEOUT_S)), problems)
-        elif not _torchrun_serves():  # which ends them
+        elif not torchrun_serves():  # which ends them
             store = open_store(job)
             store.set(_HELLO, seal(_HELLO, "0"))
             _wait_for_readers(store, _NOTES, job)
@@ -525,7 +525,7 @@ def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
         except Exception as error:
             code = 2 if isinstance(error, ConfigError) else 1
             store.set(key, seal(key, json.dumps({"exit_code": code})))
-            if not _torchrun_serves():
+            if not torchrun_serves():
                 _wait_for_readers(store, f"readers of {key}", job)
             raise
         store.set(key, seal(key, json.dumps({"text": text})))
@@ -540,7 +540,7 @@ def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     answer = json.loads(unseal(key, content))
     if "exit_code" in answer:
         store.add(f"readers of {key}", 1)
-        if _torchrun_serves():
+        if torchrun_serves():
             time.sleep(_FAREWELL_S)  # torchrun ends rank 0, too, which must first print why
         raise SystemExit(answer["exit_code"])
     return answer["text"]

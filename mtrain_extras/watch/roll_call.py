@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FIRST_S, BEAT_S = 10.0, 2.0
+# torchrun starts all ranks at once, and until they sign in they only import. Others may come later.
+UNSEEN_S = 180.0
 _MOST = 8  # most groups of ranks in a line
+_signs_in = False  # whether the ranks of this command sign in
 
 
 def sign_in() -> None:
@@ -38,6 +41,8 @@ def sign_in() -> None:
     jobs.shared_key("")  # they refuse what nobody should wait for
     jobs.hub_port()
     if job.rank == 0:
+        global _signs_in
+        _signs_in = True
         jobs.open_store(job)
     else:
         import torch.distributed  # noqa: F401 - here, since two threads must not import it
@@ -68,6 +73,7 @@ class RollCall:
         self._job, self._store = job, store
         self._began = self._looked = time.monotonic()
         self._next_line_s = FIRST_S
+        self._all_start_at_once = _signs_in and jobs.torchrun_serves()
         # The last sign of life of a rank, and when it was new.
         self._signs: dict[int, tuple[str, float]] = {}
 
@@ -86,6 +92,11 @@ class RollCall:
                 raise RunError(
                     f"rank {rank} on {sign.partition(' ')[2]} is gone: it showed no sign of life "
                     f"for {SILENT_S:g} s before it met rank 0. See its output."
+                )
+            if not sign and self._all_start_at_once and now - self._began > UNSEEN_S:
+                raise RunError(
+                    f"rank {rank} was not seen for {UNSEEN_S:g} s after rank 0 had started: it "
+                    "ended, or cannot reach rank 0. See its output."
                 )
         if ranks and now - self._began >= self._next_line_s:
             self._next_line_s *= 2

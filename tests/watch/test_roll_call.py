@@ -67,3 +67,20 @@ def test_a_rank_that_shows_no_more_life_is_gone_and_a_slow_or_late_one_is_not(cl
     clock.now += 2 + 2 * BEAT_S
     with pytest.raises(RunError, match="rank 6 on node3 is gone: it showed no sign of life for 60"):
         call.check(lambda: [3, 6])
+
+
+@pytest.mark.parametrize(("torchrun", "signs_in"), [(True, True), (False, True), (True, False)])
+def test_a_rank_of_torchrun_that_never_signs_in_is_not_waited_for(
+    clock, monkeypatch, torchrun, signs_in
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(torchrun))
+    monkeypatch.setattr(roll_call, "_signs_in", signs_in)
+    call = RollCall(JOB, dist.HashStore())
+    for clock.now in map(float, range(0, 180, 5)):
+        call.check(lambda: [3])
+    clock.now = 190.0
+    if torchrun and signs_in:
+        with pytest.raises(RunError, match="rank 3 was not seen for 180 s after rank 0 had star"):
+            call.check(lambda: [3])
+    else:
+        call.check(lambda: [3])
