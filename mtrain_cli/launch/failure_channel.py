@@ -121,7 +121,7 @@ class FailureChannel:
 
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
-        self._failed = True
+        self._failed = not failure.is_consequence  # perhaps of the loss of rank 0
         # By rank 0's clock, as the records.
         failure = replace(failure, time=failure.time - time.time() + progress_record.now())
         self._write(json.dumps({"failure": failure.record}))

@@ -123,10 +123,35 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
     assert (printed, exit_codes) == ([(1, "seq=1: too short")], [code])
 
 
+def test_a_rank_that_fails_since_rank_0_is_gone_names_rank_0_whichever_it_notices_first(
+    monkeypatch,
+):
+    printed = []
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
+    monkeypatch.setattr(
+        failure_channel, "print_cause", lambda failure, *_: printed.append(failure.rank)
+    )
+    with socket.create_server(("localhost", 0)) as rank_0:
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+        mine = FailureChannel(
+            replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
+        )
+        connection, _ = rank_0.accept()
+        failing = threading.Thread(target=_fails, args=(mine, "peer lost"))
+        failing.start()
+        received = b""
+        while b"failure" not in received:
+            received += connection.recv(65536)
+        connection.close()
+        failing.join(10)
+    assert printed[0] == 0
+
+
 def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
     monkeypatch.setattr(failure_channel, "VERDICT_WAIT_S", 0.2)
     printed = []
-    monkeypatch.setattr(failure_channel, "print_cause", lambda failure: printed.append(failure))
+    monkeypatch.setattr(failure_channel, "print_cause", lambda failure, *_: printed.append(failure))
     monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as rank_0:
         entry = f"{rank_0.getsockname()[1]} token"
