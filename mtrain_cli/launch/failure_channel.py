@@ -48,7 +48,6 @@ LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 # Closes the connection to a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
-is_connected = threading.Event()
 _CLOCK = struct.Struct("<d")  # what rank 0 sends first: seconds since the epoch
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 
@@ -97,7 +96,6 @@ class FailureChannel:
                 f"Otherwise open all ports between the machines, or set {PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
-        is_connected.set()
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._duties, self._closing, self._failed = duties, False, False
@@ -277,8 +275,7 @@ class _Hub:
             if "done" in message:
                 self._expected.discard(peer.rank)
             else:
-                failure = Failure(rank=peer.rank, exit_code=1, **message["failure"])
-                self._failures.append(failure)
+                self._failures.append(Failure(peer.rank, exit_code=1, **message["failure"]))
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -353,10 +350,7 @@ def _server(job: Job) -> socket.socket:
 
 
 def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
-    """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
-
-    gone: see `progress_record.keep`.
-    """
+    """Return and `keep` the activity of the ranks whose record this machine can read, by rank."""
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}

@@ -38,7 +38,6 @@ _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note",
 _HOST = "host of rank {}"
 _smaller: tuple[Job, Job] | None = None  # the job that was started, and the one that continues
 _NOTE_TIMEOUT_S = 10.0
-_FAREWELL_S = 3.0
 _ANSWER_S = 30.0  # of a store that is there
 
 
@@ -275,10 +274,7 @@ def open_store(job: Job) -> Store:
 
 
 def connect(job: Job, timeout: timedelta) -> Store:
-    """Return a new connection to the job's store, also if it opens later. Raises OSError.
-
-    No other thread can use a connection in which one waits.
-    """
+    """Return a new connection to the job's store: no thread can use one in which another waits."""
     import torch.distributed as dist
 
     address = job.master_addr if torchrun_serves() else job.address
@@ -512,8 +508,8 @@ def find_word(key: str) -> str:
 def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    If it fails, the others exit with the code of rank 0. All ranks call this in the same order, or
-    with a key; ranks beyond the job's size may then call it, too.
+    All ranks call this in the same order, or with a key, as ranks beyond the job's size may, too.
+    If it fails, the others exit with the code of rank 0.
     """
     job = current_job()
     if job is None or (job.world_size == 1 and not key):
@@ -541,6 +537,6 @@ def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     if "exit_code" in answer:
         store.add(f"readers of {key}", 1)
         if torchrun_serves():
-            time.sleep(_FAREWELL_S)  # torchrun ends rank 0, too, which must first print why
+            time.sleep(3)  # torchrun ends rank 0, too, which must first print why
         raise SystemExit(answer["exit_code"])
     return answer["text"]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from mtrain_cli.config import keys, plugins, resolved_file
 from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_status
+from mtrain_cli.launch import failures, guarded_streams, progress_record, run_status, stop_request
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
@@ -37,6 +37,7 @@ from mtrain_cli.launch.environment import (
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.restart import failure_summary
 from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP, mark_stopped, remember
@@ -123,7 +124,7 @@ def run_in_job(
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        run_status.set_phase(run_dir, "failed", failure_summary(failure))
         return _resume_hint(run_dir, job)
 
     record = progress_record.job_record_path(run_dir.logs, job.rank)
@@ -232,6 +233,8 @@ def _run_target(
 
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
+        # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
+        before = stop_request.end_at(signal.SIGTERM)
         dist.init_process_group(
             backend,
             store=store,
@@ -240,6 +243,7 @@ def _run_target(
             timeout=timeout,
             device_id=device,
         )
+        signal.signal(signal.SIGTERM, before)
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ connected to rank 0's hub. Without this, nobody would miss a rank that ends on a
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from mtrain_cli.grouping import grouped, show_spans, spans
 from mtrain_cli.launch import job as jobs
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.guarded_streams import print_error
-from mtrain_cli.launch.progress_record import SILENT_S
+from mtrain_cli.launch.progress_record import SILENT_S, own_activity
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,6 +41,8 @@ def sign_in() -> None:
         return
     jobs.shared_key("")  # they refuse what nobody should wait for
     jobs.hub_port()
+    # As in workers of mtrain's launcher: c10d would print long warnings when rank 0 ends.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if job.rank == 0:
         global _signs_in
         _signs_in = True
@@ -51,14 +54,13 @@ def sign_in() -> None:
 
 
 def _show_life(job: jobs.Job) -> None:
-    from mtrain_cli.launch.failure_channel import is_connected
-
     with contextlib.suppress(Exception):  # `jobs.job_store` reports what is wrong with the store
         store = jobs.connect(job, jobs.STORE_TIMEOUT)
         for number in count():
             key = _key(jobs.current_job() or job)  # it may continue with fewer ranks
             store.set(key, jobs.seal(key, f"{number} {socket.gethostname()}"))
-            if is_connected.wait(BEAT_S):
+            time.sleep(BEAT_S)
+            if own_activity() is not None:  # rank 0 is connected, and notices by itself
                 return
 
 

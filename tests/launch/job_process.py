@@ -14,7 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import tell_the_others
+from mtrain_cli.launch.job import job_rank, tell_the_others
 from mtrain_cli.launch.local import launch
 from mtrain_extras.watch import roll_call
 
@@ -35,7 +35,7 @@ def main() -> None:
     roll_call.SILENT_S = float(os.environ.get("SILENT_S", roll_call.SILENT_S))
     try:
         roll_call.sign_in()
-        if os.environ.get("ENDS_EARLY"):
+        if os.environ.get("ENDS_EARLY") == str(job_rank()):
             time.sleep(1)  # until it has shown that it lives
             os.kill(os.getpid(), signal.SIGKILL)
         config = compose.compose(overrides)

@@ -347,26 +347,39 @@ def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
     )
 
 
+def torchrun_sleeps(**variables: str) -> str:
+    """Return what two ranks of torchrun print that cannot start. They must end soon."""
+    began = time.monotonic()
+    words = ["--nproc-per-node", "2", str(HERE / "job_process.py"), "sleeps", "run.dir=run"]
+    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "topology.device=cpu"],
+        env={**os.environ, **variables, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    # torchrun waits 30 s for ranks that a signal does not end.
+    assert time.monotonic() - began < 25
+    return done.stderr
+
+
 @pytest.mark.slow
 def test_torchrun_ends_soon_after_rank_0_refused_and_rank_0_says_why():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port, began = other.getsockname()[1], time.monotonic()
-        words = ["--nproc-per-node", "2", str(HERE / "job_process.py"), "sleeps", "run.dir=run"]
-        paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *words, "topology.device=cpu"],
-            env={**os.environ, "MTRAIN_PORT": str(port), "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    # torchrun waits 30 s for ranks that a signal does not end.
-    assert time.monotonic() - began < 25
-    lines = [line for line in done.stderr.splitlines() if line.startswith("before the workers: ")]
+        port = other.getsockname()[1]
+        said = torchrun_sleeps(MTRAIN_PORT=str(port))
+    lines = [line for line in said.splitlines() if line.startswith("before the workers: ")]
     assert [line.partition(" (")[0] for line in lines] == [
         f"before the workers: MTRAIN_PORT={port}: rank 0 cannot listen on this port"
     ]
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_ends_soon_after_a_rank_was_killed_that_the_others_wait_for():
+    assert "Signal 9 (SIGKILL)" in torchrun_sleeps(ENDS_EARLY="1")
 
 
 def job_at(address: str, nodes: int = 2) -> Job:
