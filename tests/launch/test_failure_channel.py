@@ -162,6 +162,7 @@ def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
         connection, _ = rank_0.accept()
         mine.fail(Failure(1, 1, "peer lost", "topology.timeout_s=6: rank 1 waited."))
         connection.close()
+        mine._watcher.join(10)
     assert printed[0].message == (
         "topology.timeout_s=6: rank 1 waited. It may be rank 0, which has not answered for 0.2 s."
     )
