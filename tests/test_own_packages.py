@@ -46,8 +46,8 @@ IMPORTED = {
     """,
     "mtrain_extras/watch": """
         config config.schema grouping launch launch.environment launch.failure_channel
-        launch.guarded_streams launch.progress_record launch.run_dir launch.run_status
-        training.trainer
+        launch.failures launch.guarded_streams launch.job launch.progress_record launch.run_dir
+        launch.run_status training.trainer
     """,
     "mtrain_extras/mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files

@@ -82,8 +82,10 @@ def train(
     words = list(overrides or ())
     if no_data and not dry_run:
         raise ConfigError("--no-data: a run needs its data; give it with --dry-run")
-    run_path = _run_to_resume(resume, words, config_dir)
     plan = cfg or dry_run
+    for watch in () if plan else plugins.watches():
+        watch.sign_in()
+    run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
     if cfg:
         from rich.text import Text

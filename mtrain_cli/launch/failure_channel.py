@@ -7,39 +7,40 @@ rank 0, which the system closes when the rank's process ends. Rank 0 then prints
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import json
 import os
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import (
     PORT,
-    SECRET,
     STORE_TIMEOUT,
     Job,
+    connect,
+    decide_on_rank_zero,
     hub_port,
-    job_store,
     listen,
+    require_no_note,
     shared_key,
 )
 from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.run_status import HEARTBEAT_S
 
-_Dated = TypeVar("_Dated", Failure, WorkerActivity)
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
@@ -47,14 +48,15 @@ LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 # Closes the connection to a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
+_CLOCK = struct.Struct("<d")  # what rank 0 sends first: seconds since the epoch
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 
 
 @dataclass(frozen=True)
 class RankZeroDuties:
-    """Functions that rank 0 calls for the whole job.
+    """Functions that rank 0 calls for the whole job; other ranks call on_mistake, too.
 
-    on_mistake, on_failure: called before it exits. on_failure returns a line to print, or "".
+    on_mistake, on_failure: called before the exit. on_failure returns a line to print, or "".
     beat: called every HEARTBEAT_S seconds.
     """
 
@@ -70,33 +72,23 @@ class FailureChannel:
         """Connect to rank 0. logs: folder of the activity records.
 
         Raises ConfigError if this machine cannot reach the port of rank 0, and RunError if rank 0
-        ended before this rank came, or did not come within STORE_TIMEOUT.
+        has ended, or did not come within STORE_TIMEOUT. The ranks end as rank 0 if it refuses.
         """
-        store = job_store(job)
-        from torch.distributed import DistNetworkError, DistStoreError
+        self._hub: _Hub | None = None
 
-        self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
-        if self._hub:
+        def begin() -> str:
+            store = connect(job, STORE_TIMEOUT)
+            calls = [watch.roll_call(job, store) for watch in plugins.watches()]
+            calls.append(lambda _: require_no_note(store))
+            self._hub = _Hub(job.world_size, duties, logs, _server(job), calls)
             # Anybody may read the store, so with a secret all ranks derive the token from it.
-            token = "-" if shared_key(_STORE_KEY) else self._hub.token
-            store.set(_STORE_KEY, f"{self._hub.port} {token}")
-        try:
-            entry = store.get(_STORE_KEY)
-        except DistStoreError as error:  # the store answers, but has no such entry
-            raise RunError(
-                f"rank {job.rank}: rank 0 did not come within {STORE_TIMEOUT.total_seconds():g} s. "
-                "Look at the output of rank 0, and start all ranks again."
-            ) from error
-        except DistNetworkError as error:
-            reason = str(error).partition("\n")[0]
-            raise RunError(
-                f"rank {job.rank} came too late: rank 0 has ended ({reason}). Rank 0 printed why."
-            ) from error
-        port, token = _port_and_token(entry)
+            return f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
+
+        port, token = decide_on_rank_zero(begin, _STORE_KEY).split()
         self._address = self._hub.host if self._hub else job.address
         try:
             timeout = STORE_TIMEOUT.total_seconds()
-            self._socket = socket.create_connection((self._address, port), timeout=timeout)
+            self._socket = socket.create_connection((self._address, int(port)), timeout=timeout)
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
@@ -106,11 +98,10 @@ class FailureChannel:
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
-        self._closing = self._failed = False
+        self._duties, self._closing, self._failed = duties, False, False
         # If rank 0 is gone: its neighbor, and a rank on another node, as the neighbor may be, too.
         self._tells = job.rank in (1, job.local_world_size)
-        self._one_machine = job.one_machine
-        self._write(f"{token} {job.rank}\n{json.dumps({'clock': time.time()})}")
+        self._write(f"{shared_key(_STORE_KEY) or token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
@@ -128,13 +119,15 @@ class FailureChannel:
 
     def fail(self, failure: Failure) -> NoReturn:
         """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
-        self._failed = True
+        self._failed = not failure.is_consequence  # perhaps of the loss of rank 0
+        # By rank 0's clock, as the records.
+        failure = replace(failure, time=failure.time - time.time() + progress_record.now())
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
         if self._watcher.is_alive() and failure.kind == "peer lost" and not failure.trace:
             line = failure.message.removesuffix(".")
             line += f". It may be rank 0, which has not answered for {VERDICT_WAIT_S:g} s."
-            failure = dataclasses.replace(failure, message=line)
+            failure = replace(failure, message=line)
         print_cause(failure)
         exit_now(2 if failure.kind == "config" else 1)
 
@@ -146,18 +139,21 @@ class FailureChannel:
     def _watch(self) -> None:
         """Exit with the code that rank 0 sends, or with 1 if rank 0 is gone."""
         try:
+            clock = self._socket.recv(_CLOCK.size)
+            if len(clock) == _CLOCK.size and not self._hub:
+                progress_record.set_clock(*_CLOCK.unpack(clock))
             verdict = self._socket.recv(1)
         except OSError:
             verdict = b""
         if verdict:
+            if verdict[0] == 2:
+                self._duties.on_mistake()
             exit_now(verdict[0])
         # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._tells:
-                records = _records(self._logs, self._world_size, [0], {})
-                # Records of other machines have the times of their clocks, so show no ages.
-                now = time.time() if self._one_machine else 0.0
-                where = progress_record.activity_lines(records, [0], now)
+                records = _records(self._logs, self._world_size, [0])
+                where = progress_record.activity_lines(records, [0], progress_record.now())
                 print_cause(_lost(0, self._address), where)
             exit_now(1)
 
@@ -181,15 +177,16 @@ class _Hub:
         duties: RankZeroDuties,
         logs: Path | None = None,
         server: socket.socket | None = None,
+        roll_calls: Sequence[Callable[..., None]] = (),
     ) -> None:
         self._world_size, self._duties, self._logs = world_size, duties, logs
+        self._roll_calls = roll_calls
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
         self._greeted: set[int] = set()
-        self._ahead: dict[int, float] = {}  # seconds, of the clock of a rank's machine
         self._failures: list[Failure] = []
         host, self.port = self._server.getsockname()[:2]
         self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
@@ -205,6 +202,8 @@ class _Hub:
                 self._duties.beat()
                 beaten = time.monotonic()
             self._receive(timeout=0.2)
+            if self._roll_calls:
+                self._call_roll()
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
@@ -214,6 +213,20 @@ class _Hub:
             if (peer.rank or 0) >= self._world_size:
                 with contextlib.suppress(OSError):
                     peer.socket.sendall(bytes([0]))
+
+    def _call_roll(self) -> None:
+        """Name ranks that have not come yet. Note it as a failure if one of them does not come."""
+        missing = sorted(set(range(self._world_size)) - self._greeted)
+        try:
+            for call in self._roll_calls if missing else ():
+                call(lambda: missing)
+            if missing:
+                return
+        except (ConfigError, RunError) as error:
+            self._failures.append(replace(failures.failure_from(error), rank=missing[0]))
+        except RuntimeError:
+            pass  # the store is gone, as is whoever serves it
+        self._roll_calls = ()
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -229,6 +242,8 @@ class _Hub:
             # The peer is gone, or too many files are open and a later call accepts the connection.
             return
         _keep_alive(connection)
+        with contextlib.suppress(OSError):  # the peer is gone already
+            connection.sendall(_CLOCK.pack(time.time()))
         peer = _Peer(connection, address[0])
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -257,17 +272,10 @@ class _Hub:
             self._greeted.add(peer.rank)
         for line in lines:
             message = json.loads(line)
-            if "clock" in message:
-                self._ahead[peer.rank] = message["clock"] - time.time()
-            elif "done" in message:
+            if "done" in message:
                 self._expected.discard(peer.rank)
             else:
-                failure = Failure(rank=peer.rank, exit_code=1, **message["failure"])
-                self._failures.append(self._by_own_clock(peer.rank, failure))
-
-    def _by_own_clock(self, rank: int, dated: _Dated) -> _Dated:
-        """Return what another rank dated with a time of this machine's clock."""
-        return dataclasses.replace(dated, time=dated.time - self._ahead.get(rank, 0.0))
+                self._failures.append(Failure(peer.rank, exit_code=1, **message["failure"]))
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -277,8 +285,7 @@ class _Hub:
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
         gone = [failure.rank for failure in self._failures if not failure.is_consequence]
-        read = _records(self._logs, self._world_size, gone, self._ahead)
-        records = {rank: self._by_own_clock(rank, record) for rank, record in read.items()}
+        records = _records(self._logs, self._world_size, gone)
         # The cause may be a rank that reported no failure but kept the others waiting.
         reported = {failure.rank for failure in self._failures}
         left = self._expected - reported
@@ -342,28 +349,12 @@ def _server(job: Job) -> socket.socket:
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
 
 
-def _port_and_token(entry: bytes) -> tuple[int, str]:
-    port, _, token = entry.decode(errors="replace").partition(" ")
-    key = shared_key(_STORE_KEY)
-    if not port.isdigit() or (token == "-") != (key is not None):
-        raise ConfigError(
-            f"{SECRET}: this rank and rank 0 do not have the same secret. Give all ranks the same "
-            "one, or none."
-        )
-    return int(port), key or token
-
-
-def _records(
-    logs: Path | None, world_size: int, gone: Sequence[int], ahead: Mapping[int, float]
-) -> dict[int, WorkerActivity]:
-    """Return the activity of the ranks whose record this machine can read, by rank, and keep them.
-
-    gone, ahead: see `progress_record.keep`.
-    """
+def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[int, WorkerActivity]:
+    """Return and `keep` the activity of the ranks whose record this machine can read, by rank."""
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
-    progress_record.keep(logs, paths, gone, ahead)
+    progress_record.keep(logs, paths, gone)
     return progress_record.read_activities(paths)
 
 

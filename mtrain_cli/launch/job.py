@@ -15,12 +15,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.failures import RunError
@@ -78,7 +79,7 @@ class Job:
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
 
-def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
+def current_job(variables: Mapping[str, str] | None = None, check: bool = True) -> Job | None:
     """Return the job that this process belongs to, or None. Raise ConfigError for wrong variables.
 
     A single srun task is no job: mtrain starts the workers. Nor is a batch script outside srun,
@@ -88,13 +89,13 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     if _smaller is not None and variables is os.environ:
         return _smaller[1]
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        return _checked(_torchrun_job(variables))
+        return _checked(_torchrun_job(variables), check)
     in_batch_script = (
         "SLURM_JOB_ID" in variables and not {"SLURM_STEP_ID", "SLURM_STEPID"} & variables.keys()
     )
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
-        return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")))
+        return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")), check)
     return None
 
 
@@ -104,7 +105,7 @@ _NAMES = {
 }
 
 
-def _checked(job: Job) -> Job:
+def _checked(job: Job, check: bool) -> Job:
     """Return the job, or raise ConfigError if its variables contradict each other."""
     rank, world, local_rank, local_world = _NAMES[job.launcher]
     of_world, of_machine = f"{world}={job.world_size}", f"{local_world}={job.local_world_size}"
@@ -118,7 +119,7 @@ def _checked(job: Job) -> Job:
         (local_rank, job.local_rank, job.local_rank < job.local_world_size, f"below {of_machine}"),
         ("MASTER_PORT", job.master_port, job.master_port <= 65535, "a port, at most 65535"),
     ):  # fmt: skip
-        if not allowed:
+        if check and not allowed:
             raise ConfigError(f"{name}={value}: must be {what}")
     return job
 
@@ -155,13 +156,13 @@ def continue_on(job: Job, keep: Sequence[int]) -> Job:
 def tell_host(job: Job) -> None:
     """Write the name of this rank's host to the job's store."""
     key = _HOST.format(job.rank)
-    job_store(job).set(key, _seal(key, socket.gethostname()))
+    job_store(job).set(key, seal(key, socket.gethostname()))
 
 
 def hosts_of_ranks(job: Job) -> list[str]:
     """Return the host of each rank, after all have called `tell_host`."""
     keys = [_HOST.format(rank) for rank in range(job.world_size)]
-    return [_unseal(key, job_store(job).get(key)) for key in keys]
+    return [unseal(key, job_store(job).get(key)) for key in keys]
 
 
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
@@ -240,7 +241,8 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store of all processes of ``job``, served by torchrun or else by rank 0.
 
-    Raises ConfigError if its address does not answer, or its port is in use.
+    Raises ConfigError if its address does not answer, or its port is in use, and RunError if a rank
+    ends before all have met.
     """
     import torch.distributed as dist
 
@@ -249,26 +251,51 @@ def job_store(job: Job) -> Store:
     hub_port()
     if _smaller is not None and job == _smaller[1]:
         return dist.PrefixStore(f"{job.world_size} ranks", job_store(_smaller[0]))
-    torchrun_serves = _torchrun_serves()
-    try:
-        serves = job.rank == 0 and not torchrun_serves
-        address = job.master_addr if torchrun_serves else job.address
-        if not serves:
-            _wait_for_port(address, job.master_port, STORE_TIMEOUT.total_seconds())
-        open_store = functools.partial(
-            dist.TCPStore,
-            address,
-            job.master_port,
-            job.world_size,
-            is_master=serves,
-            timeout=STORE_TIMEOUT,
-            wait_for_workers=torchrun_serves,
-            # Without a socket of ours, torch would listen on every interface.
-            master_listen_fd=listen(job, job.master_port).detach() if serves else None,
-        )
-        store = open_store() if serves or torchrun_serves else _answer(open_store)
-        if not torchrun_serves:
+    store = open_store(job)
+    if not torchrun_serves():
+        with _explain_failures(job):
             _meet(job, store)
+    return store
+
+
+@functools.cache
+def open_store(job: Job) -> Store:
+    """Return the job's store before the ranks have met there. Raises ConfigError as `job_store`."""
+    import torch.distributed as dist
+
+    with _explain_failures(job):
+        if job.rank or torchrun_serves():
+            return connect(job, STORE_TIMEOUT)
+        return dist.TCPStore(
+            job.address, job.master_port, job.world_size, is_master=True, timeout=STORE_TIMEOUT,
+            # Without a socket of ours, torch would listen on every interface.
+            wait_for_workers=False, master_listen_fd=listen(job, job.master_port).detach(),
+        )  # fmt: skip
+
+
+def connect(job: Job, timeout: timedelta) -> Store:
+    """Return a new connection to the job's store: no thread can use one in which another waits."""
+    import torch.distributed as dist
+
+    address = job.master_addr if torchrun_serves() else job.address
+    _wait_for_port(address, job.master_port, timeout.total_seconds())
+    open_store = functools.partial(
+        dist.TCPStore, address, job.master_port, job.world_size, is_master=False, timeout=timeout,
+        wait_for_workers=False,
+    )  # fmt: skip
+    store = _answer(open_store)
+    if not torchrun_serves():
+        return store
+    # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
+    return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
+
+
+@contextlib.contextmanager
+def _explain_failures(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except RunError:
+        raise
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
@@ -276,8 +303,6 @@ def job_store(job: Job) -> Store:
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
             "rank 0's address and port."
         ) from error
-    # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
-    return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
 
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
@@ -316,7 +341,7 @@ def _answer(open_store: Callable[[], Store]) -> Store:
     return store
 
 
-def _torchrun_serves() -> bool:
+def torchrun_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -327,7 +352,7 @@ def _meet(job: Job, store: Store) -> None:
     """
     if job.rank:
         try:
-            size = int(_unseal(_HELLO, store.get(_HELLO)))
+            size = int(unseal(_HELLO, store.get(_HELLO)))
             if not size:
                 store.add(_NOTES, 1)
                 raise SystemExit(2)  # rank 0 has printed why
@@ -345,36 +370,45 @@ def _meet(job: Job, store: Store) -> None:
             raise
         store.add(_JOINED, 1)
         return
-    store.set(_HELLO, _seal(_HELLO, str(job.world_size)))
+
+    def late() -> list[int]:
+        return [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]
+
+    store.set(_HELLO, seal(_HELLO, str(job.world_size)))
     end, is_noted = time.monotonic() + STORE_TIMEOUT.total_seconds(), False
+    roll_calls = [watch.roll_call(job, store) for watch in plugins.watches()]
     while store.add(_JOINED, 0) + store.add(_NOTES, 0) < job.world_size - 1:
         if not is_noted and store.check([_NOTE]):
             # A rank that does not find the store would wait for it until STORE_TIMEOUT.
             is_noted, end = True, time.monotonic() + _NOTE_TIMEOUT_S
         if time.monotonic() > end:
             break
+        for call in roll_calls:
+            call(late)
         time.sleep(0.05)
-    if store.check([_NOTE]):
-        raise ConfigError(*_note(store.get(_NOTE)))
-    if late := [r for r in range(1, job.world_size) if not store.check([f"{_JOINED}/{r}"])]:
+    require_no_note(store)
+    if ranks := late():
         raise ConfigError(
-            f"WORLD_SIZE={job.world_size}: rank {show_spans(spans(late))} did not come within "
+            f"WORLD_SIZE={job.world_size}: rank {show_spans(spans(ranks))} did not come within "
             f"{STORE_TIMEOUT.total_seconds():g} s. Start all ranks within this time."
         )
 
 
 def _leave_note(job: Job, store: Store, problems: Iterable[str]) -> None:
-    store.set(_NOTE, _seal(_NOTE, json.dumps([job.rank, *problems])))
+    store.set(_NOTE, seal(_NOTE, json.dumps([job.rank, *problems])))
     store.add(_NOTES, 1)
 
 
-def _note(content: bytes) -> list[str]:
-    text = _unseal(_NOTE, content)
+def require_no_note(store: Store) -> None:
+    """Raise ConfigError with what a rank that does not come has told (`tell_the_others`)."""
+    if not store.check([_NOTE]):
+        return
+    text = unseal(_NOTE, store.get(_NOTE))
     try:
         rank, *problems = json.loads(text)
     except (ValueError, TypeError):
-        return ["the job's store: a rank that does not come left a note that cannot be read."]
-    return [f"rank {rank}: {problem}" for problem in problems]
+        rank, problems = "?", ["it does not come, and left a note that cannot be read."]
+    raise ConfigError(*(f"rank {rank}: {problem}" for problem in problems))
 
 
 def tell_the_others(problems: Iterable[str]) -> None:
@@ -384,32 +418,21 @@ def tell_the_others(problems: Iterable[str]) -> None:
     all ranks that come within this time.
     """
     with contextlib.suppress(Exception):
-        job = current_job()
-        if job is None or _torchrun_serves() or job_store.cache_info().misses:
+        job = current_job(check=False)
+        if job is None or job_store.cache_info().misses:
             return  # or it has met the others, and has told them
-        if job.rank == 0:
-            _turn_away(job)
-            return
-        _wait_for_port(job.address, job.master_port, _NOTE_TIMEOUT_S)
-        import torch.distributed as dist
-
-        store = dist.TCPStore(
-            job.address, job.master_port, job.world_size, is_master=False,
-            timeout=timedelta(seconds=_NOTE_TIMEOUT_S), wait_for_workers=False,
-        )  # fmt: skip
-        _leave_note(job, store, problems)
+        if job.rank:
+            _leave_note(job, connect(job, timedelta(seconds=_NOTE_TIMEOUT_S)), problems)
+        elif not torchrun_serves():  # which ends them
+            store = open_store(job)
+            store.set(_HELLO, seal(_HELLO, "0"))
+            _wait_for_readers(store, _NOTES, job)
 
 
-def _turn_away(job: Job) -> None:
-    import torch.distributed as dist
-
-    store = dist.TCPStore(
-        job.address, job.master_port, job.world_size, is_master=True, wait_for_workers=False,
-        master_listen_fd=listen(job, job.master_port).detach(),
-    )  # fmt: skip
-    store.set(_HELLO, _seal(_HELLO, "0"))
+def _wait_for_readers(store: Store, count: str, job: Job) -> None:
+    """Wait on rank 0, which serves the store, until the others have read why it ends."""
     end = time.monotonic() + _NOTE_TIMEOUT_S
-    while store.add(_NOTES, 0) < job.world_size - 1 and time.monotonic() < end:
+    while store.add(count, 0) < job.world_size - 1 and time.monotonic() < end:
         time.sleep(0.05)
 
 
@@ -452,15 +475,15 @@ def _digest(key: str, text: str) -> str:
     return hmac.digest(key.encode(), text.encode(), "sha256").hex()
 
 
-def _seal(name: str, text: str) -> str:
+def seal(name: str, text: str) -> str:
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")
     return f"{seal}\n{text}"
 
 
-def _unseal(name: str, content: bytes) -> str:
+def unseal(name: str, content: bytes) -> str:
     text = content.decode(errors="replace").partition("\n")[2]
-    if not hmac.compare_digest(content, _seal(name, text).encode()):
+    if not hmac.compare_digest(content, seal(name, text).encode()):
         raise ConfigError(
             f"{SECRET}: an entry in the job's store was written with another secret, or with none. "
             "Give all ranks the same one."
@@ -471,7 +494,7 @@ def _unseal(name: str, content: bytes) -> str:
 def leave_word(key: str, text: str) -> None:
     """Leave a text in the job's store, for `find_word` on another rank. "" takes it back."""
     if (job := current_job()) is not None:
-        job_store(job).set(key, _seal(key, text))
+        job_store(job).set(key, seal(key, text))
 
 
 def find_word(key: str) -> str:
@@ -479,26 +502,29 @@ def find_word(key: str) -> str:
     job = current_job()
     if job is None or not (store := job_store(job)).check([key]):
         return ""
-    return _unseal(key, store.get(key))
+    return unseal(key, store.get(key))
 
 
-def decide_on_rank_zero(action: Callable[[], str]) -> str:
+def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    All ranks call this in the same order. If it fails, the others exit with the code of rank 0.
+    All ranks call this in the same order, or with a key, as ranks beyond the job's size may, too.
+    If it fails, the others exit with the code of rank 0.
     """
     job = current_job()
-    if job is None or job.world_size == 1:
+    if job is None or (job.world_size == 1 and not key):
         return action()
-    store, key = job_store(job), f"decision/{next(_decisions)}"
+    store, key = job_store(job), key or f"decision/{next(_decisions)}"
     if job.rank == 0:
         try:
             text = action()
         except Exception as error:
             code = 2 if isinstance(error, ConfigError) else 1
-            store.set(key, _seal(key, json.dumps({"exit_code": code})))
+            store.set(key, seal(key, json.dumps({"exit_code": code})))
+            if not torchrun_serves():
+                _wait_for_readers(store, f"readers of {key}", job)
             raise
-        store.set(key, _seal(key, json.dumps({"text": text})))
+        store.set(key, seal(key, json.dumps({"text": text})))
         return text
     try:
         content = store.get(key)
@@ -507,7 +533,10 @@ def decide_on_rank_zero(action: Callable[[], str]) -> str:
         raise RunError(
             f"rank {job.rank}: rank 0 has ended, or does not answer ({reason}). See its output."
         ) from error
-    answer = json.loads(_unseal(key, content))
+    answer = json.loads(unseal(key, content))
     if "exit_code" in answer:
+        store.add(f"readers of {key}", 1)
+        if torchrun_serves():
+            time.sleep(3)  # torchrun ends rank 0, too, which must first print why
         raise SystemExit(answer["exit_code"])
     return answer["text"]

@@ -223,7 +223,7 @@ def _report_failure(
                 run_status.write_state(run_dir, before)
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
-    progress_record.keep(run_dir.logs, supervisor.record_files, supervisor.gone, {})
+    progress_record.keep(run_dir.logs, supervisor.record_files, supervisor.gone)
     _print_line(failures.format_report(failure, log, supervisor.where))
     return failure
 

@@ -24,7 +24,8 @@ _NOBODY = -2
 # The file has parts of 256 bytes. Its first byte is the number of the part with the current record,
 # from 1. The next record goes to the next part, and after the last to the first, so no reader of
 # the others sees half a record.
-# A record is seconds since the epoch, training step, rank that the worker waits for, then text.
+# A record is seconds since the epoch by rank 0's clock, training step, rank that the worker waits
+# for, then text.
 _HEAD = struct.Struct("<dii")
 _SLOT = 256
 _PARTS = 128
@@ -72,7 +73,7 @@ class _ProgressRecord:
         at = self._current * _SLOT
         text = ": ".join(filter(None, (self.place, doing))).encode()
         text = text[: _SLOT - _HEAD.size - 1] + b"\0"
-        _HEAD.pack_into(self._map, at, time.time(), self.training_step, waits_for)
+        _HEAD.pack_into(self._map, at, now(), self.training_step, waits_for)
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._map[0] = self._current
 
@@ -88,6 +89,18 @@ def _beat(path: Path) -> None:
 
 
 _record: _ProgressRecord | None = None  # of this process
+_ahead = 0.0  # seconds, of the clock of this machine before rank 0's
+
+
+def set_clock(rank_zero: float) -> None:
+    """Date what follows by rank 0's clock, which now shows ``rank_zero`` seconds."""
+    global _ahead
+    _ahead = time.time() - rank_zero
+
+
+def now() -> float:
+    """Return the time by rank 0's clock, in seconds since the epoch."""
+    return time.time() - _ahead
 
 
 def start_record(path: Path) -> None:
@@ -185,16 +198,10 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
         yield WorkerActivity(seconds, step, doing, awaited, seen)
 
 
-def keep(
-    logs: Path, files: Mapping[int, Path], gone: Collection[int], ahead: Mapping[int, float]
-) -> None:
-    """Keep the records of a run that failed.
-
-    gone: ranks known to be stopped or to have ended.
-    ahead: seconds by which a rank's clock is ahead of the one here, if known.
-    """
+def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
+    """Keep the records of a run that failed. gone: ranks known to be stopped or to have ended."""
     for watch in plugins.watches():
-        watch.failed(logs, files, gone, ahead)
+        watch.failed(logs, files, gone)
 
 
 def activity_lines(

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import mtrain_cli
-from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config import documents, plugins, resolved_file
 from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
@@ -313,7 +313,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         occupied = run.resolved.exists()
 
         def undo() -> bool:
-            return _undo_create(run, is_new, parents)
+            return _undo_create(run, is_new, parents, config)
 
         try:
             run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
@@ -341,10 +341,14 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     return run
 
 
-def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) -> bool:
+def _undo_create(
+    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], config: Config
+) -> bool:
     """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
+    for places in plugins.places() if config.run.remote else ():
+        places.unclaim(config, run.path)
     link, name = RUNS.absolute() / "latest", run.path.name
     with contextlib.suppress(OSError):  # the link is gone, or a run that ends just now
         if run.path.parent == link.parent and os.readlink(link) == name:

@@ -238,8 +238,11 @@ def read_status(run: RunDir) -> RunStatus:
             now = disk_now - run.state.stat().st_mtime + written.time
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1].step if recent else 0)
-    if written is not None and written.phase in ("starting", "training"):
+    if life.alive and written is not None and written.phase in ("starting", "training"):
         step = written.step  # metrics.jsonl has later steps, until a restarted run cuts it
+        # A run that hangs has not written the steps of the last second.
+        if written.records and (last := progress_record.read_activity(_record(written, 0))):
+            step = max(step, last.training_step - 1)
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _classify(run, written, life.alive, since, step)
     steps, damaged = 0, []
@@ -258,7 +261,7 @@ def read_status(run: RunDir) -> RunStatus:
             break
     records = {}
     if what == "stalled" and written is not None and written.records:
-        files = {r: Path(written.records.format(rank=r)) for r in range(len(written.workers))}
+        files = {rank: _record(written, rank) for rank in range(len(written.workers))}
         records = progress_record.read_activities(files)
     watched = (watch.notes(run, what, written, records, now) for watch in plugins.watches())
     return RunStatus(
@@ -296,6 +299,10 @@ def find_latest_run() -> RunDir:
     return max(runs, key=last_activity)
 
 
+def _record(written: RunState, rank: int) -> Path:
+    return Path(written.records.replace("{rank}", str(rank)))
+
+
 def _classify(
     run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int
 ) -> tuple[str, str]:
@@ -305,7 +312,7 @@ def _classify(
         if written is None:
             return ("stopped" if run.metrics.exists() else "not begun"), ""
         return "lost", "it ended without a report: it was killed, or its machine failed"
-    if written is None or written.phase == "starting":
+    if written is None or (written.phase == "starting" and step <= written.step):
         return "starting", ""
     if written.phase == "restarting":
         return "restarting", written.reason

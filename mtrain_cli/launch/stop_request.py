@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the start of every command imports this module
     from mtrain_cli.launch.run_dir import RunDir
@@ -80,6 +80,14 @@ def stop_on_signals() -> None:
         # Unlike print, os.write cannot fail because the signal interrupted a print.
         line = f"mtrain: {NOTHING_TO_SAVE}\n".encode()
         signal.signal(SAVE, lambda *_: os.write(2, line) and None)
+
+
+def end_at(number: signal.Signals) -> Any:
+    """Let a signal end this process, also one that was remembered. Return the handler before."""
+    before = signal.signal(number, signal.SIG_DFL)
+    if number in _received:
+        signal.raise_signal(number)
+    return before
 
 
 def take_received() -> list[int]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from mtrain_cli.config import keys, plugins, resolved_file
 from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_status
+from mtrain_cli.launch import failures, guarded_streams, progress_record, run_status, stop_request
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
@@ -37,6 +37,7 @@ from mtrain_cli.launch.environment import (
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.restart import failure_summary
 from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP, mark_stopped, remember
@@ -115,7 +116,6 @@ def run_in_job(
     """
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
-    remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None
     agent_is_gone = _follow_agent()
@@ -124,12 +124,25 @@ def run_in_job(
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        run_status.set_phase(run_dir, "failed", failure_summary(failure))
         return _resume_hint(run_dir, job)
 
-    duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)
-    channel = FailureChannel(job, duties, run_dir.logs)
     record = progress_record.job_record_path(run_dir.logs, job.rank)
+
+    def forget() -> None:
+        run_dir.discard()
+        for remove in (record.unlink, run_dir.logs.rmdir, run_dir.path.rmdir) if job.rank else ():
+            with contextlib.suppress(OSError):  # it is of the disk that rank 0 has, or not empty
+                remove()
+
+    duties = RankZeroDuties(forget, failed, run_dir.beat)
+    try:
+        channel = FailureChannel(job, duties, run_dir.logs)
+    except ConfigError:
+        run_dir.discard()
+        raise
+    # Not earlier: a signal, such as torchrun's after the loss of a rank, ends a wait for rank 0.
+    remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     try:
         # Other machines may not have the disk of rank 0.
         text = decide_on_rank_zero(run_dir.resolved.read_text)
@@ -220,6 +233,8 @@ def _run_target(
 
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
+        # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
+        before = stop_request.end_at(signal.SIGTERM)
         dist.init_process_group(
             backend,
             store=store,
@@ -228,6 +243,7 @@ def _run_target(
             timeout=timeout,
             device_id=device,
         )
+        signal.signal(signal.SIGTERM, before)
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

@@ -239,8 +239,11 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         stages_backward=_stages(topology, name, nodes, "stages_backward"),
         rounds=needs.rounds and nodes.workers > 1,
     )
+    for key in ("stages", "stages_backward"):
+        if (given := getattr(topology, key)) not in ("auto", found := getattr(choice, key)):
+            reason += f"; topology.{key}={given} means {found}, the most for these workers"
     _, options = shorter_rings(name, choice.options(needs.workers))[0]
-    return replace(choice, channels=make_schedule(name, options).channels)
+    return replace(choice, reason=reason, channels=make_schedule(name, options).channels)
 
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:

@@ -143,6 +143,13 @@ def fetch_run(config: Config) -> None:
     fetched_run.fetch(str(run.remote), given, starts=True)
 
 
+def unclaim(config: Config, folder: Path) -> None:
+    """Remove what a run that is refused, with its folder here, has left at its `run.remote`."""
+    from mtrain_extras.places import run_copy
+
+    run_copy.unclaim(str(config.run.remote), folder)
+
+
 def require_remote(config: Config) -> None:
     """Raise ConfigError if `run.remote` is a wrong URL or lacks its package, without asking it."""
     from mtrain_extras.places import files

@@ -53,6 +53,7 @@ END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_FAILURE_S = 120.0
 _END_AFTER_ERROR_S = 30.0
 _START_S = 30.0
+_ANSWER_S = 12.0  # for a small file, when training ends; the pauses of `retried` take 9 s at most
 _MARK = re.compile(r"node-(\d{1,5})-(\d{1,5})")  # first and last rank of a node
 _FILE_OF_RANK = re.compile(r"__(\d+)_.*")
 _NONE = (-1, 0)
@@ -108,16 +109,28 @@ class RunCopy(Callback):
         self._end(min(END_S, _END_AFTER_FAILURE_S) if self._failing else END_S)
 
     def _end(self, patience: float) -> None:
+        """Let the thread send what is left for ``patience`` seconds, while the place answers."""
         self._ended.set()
+        until, problem = time.monotonic() + patience, ""
         if self._thread.ident is not None:
             self._thread.join(quiet := min(patience, _QUIET_S))
             if self._thread.is_alive() and quiet < patience:
                 self._say(f"waits for the last files, at most {patience - quiet:g} seconds")
                 self.after_step()
-                self._thread.join(patience - quiet)
+            while self._thread.is_alive() and not problem:
+                # Its package may try for minutes, and a large file may be on its way for longer.
+                problem = self._place.silence(_ANSWER_S)
+                left = until - time.monotonic()
+                self._thread.join(0 if problem else min(_QUIET_S, max(0.0, left)))
+                if left <= 0:
+                    problem = problem or f"not complete after {patience:g} seconds"
         if self._thread.is_alive():
-            self._say(f"is not complete after {patience:g} seconds, and is left", warning=True)
+            self._say(f"failed ({problem}); it has {self._last_sent}", warning=True)
         self.after_step()
+
+    @property
+    def _last_sent(self) -> str:
+        return "no checkpoint" if self._sent == _NONE else f"step {self._sent[0]}"
 
     def _say(self, line: str, *, warning: bool = False) -> None:
         self._lines.put((f"{self._subject}: {line}", warning))
@@ -168,9 +181,8 @@ class RunCopy(Callback):
                 return
             except Exception as error:  # a copy must never end a training
                 self._failing = True
-                last = f"step {self._sent[0]}" if self._sent != _NONE else "no checkpoint"
                 when = "" if ended else "; tried again with the next checkpoint"
-                self._say(f"failed ({why(error)}); it has {last}{when}", warning=True)
+                self._say(f"failed ({why(error)}); it has {self._last_sent}{when}", warning=True)
         if self._first and self._sent != _NONE:
             self._say(f"{self._place.url} has the checkpoint of step {self._sent[0]}")
 
@@ -378,6 +390,22 @@ class RunCopy(Callback):
             raise
         except Exception as error:  # a page is no reason to lose a checkpoint
             self._say(f"no report page ({why(error)})", warning=True)
+
+
+def unclaim(remote: str, folder: Path) -> None:
+    """Remove the files of a run without checkpoints from the place that it claimed, if any."""
+
+    def remove() -> None:
+        with contextlib.suppress(ConfigError, PlaceError, OSError):
+            place, own = RunPlace(remote, folder), (folder / ID).read_bytes()
+            if place.read(ID) == own and not steps(there := place.files(), complete=False):
+                for name in sorted(there, key=lambda name: name == ID):
+                    place.remove(name)
+                place.remove_empty()
+
+    thread = threading.Thread(target=remove, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
 
 
 def _word(mark: bytes) -> str:

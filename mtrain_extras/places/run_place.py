@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +89,22 @@ class RunPlace:
         except FileNotFoundError:
             return None
 
+    def silence(self, seconds: float) -> str:
+        """Return why no small file can be read within some seconds; "" if one can."""
+        found = [f"no answer for {seconds:g} seconds"]
+
+        def ask() -> None:
+            try:
+                self.read(ID)
+                found.append("")
+            except PlaceError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[-1]
+
     def put(self, file: Path, name: str) -> None:
         """Write a file. Raises FileNotFoundError if it is gone here."""
         try:
@@ -118,8 +135,11 @@ class RunPlace:
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             self.remove(name)
             files.pop(name)
+        self.remove_empty(f"checkpoints/step-{step}")
+
+    def remove_empty(self, name: str = "") -> None:
         with contextlib.suppress(Exception):  # an empty folder does no harm
-            self._place.remove_empty(f"checkpoints/step-{step}")
+            self._place.remove_empty(name)
 
 
 def steps(files: dict[str, int], *, complete: bool = True) -> list[int]:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_extras.watch import flight_record, stragglers
+from mtrain_extras.watch import roll_call as ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.launch.job import Job
     from mtrain_cli.launch.progress_record import WorkerActivity
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.launch.run_status import RunState
     from mtrain_cli.training.trainer import Trainer
+
+
+def sign_in() -> None:
+    """Show from now on that this rank of a job lives. All ranks call this first of all.
+
+    Raises ConfigError as `job.job_store` does.
+    """
+    ranks.sign_in()
+
+
+def roll_call(job: Job, store: Store) -> Callable[[Callable[[], Iterable[int]]], None]:
+    """Return a function that rank 0 calls often with one that returns the missing ranks.
+
+    It prints now and then for whom rank 0 waits, and raises RunError if one of them has ended.
+    """
+    return ranks.RollCall(job, store).check
 
 
 def straggler(run: RunDir, trainer: Trainer, rank: int, ratio: float | None) -> None:
@@ -25,15 +45,12 @@ def straggler(run: RunDir, trainer: Trainer, rank: int, ratio: float | None) -> 
     stragglers.write(run, trainer.step, rank, trainer.places, ratio)
 
 
-def failed(
-    logs: Path, files: Mapping[int, Path], gone: Collection[int], ahead: Mapping[int, float]
-) -> None:
+def failed(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:
     """Keep the activities of all ranks of a run that failed, in its folder ``logs``.
 
     files: of `progress_record`, by rank. gone: ranks known to be stopped or to have ended.
-    ahead: seconds by which a rank's clock is ahead of the one here, if known.
     """
-    flight_record.save(logs, files, gone, ahead)
+    flight_record.save(logs, files, gone)
 
 
 def leave_out(config: Config, run: RunDir) -> None:

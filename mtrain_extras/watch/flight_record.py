@@ -7,12 +7,10 @@ copies those of all workers to `logs/flight.json`, before a restart overwrites t
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config import documents
@@ -32,7 +30,7 @@ _MOST = 8  # most groups of waiting ranks that are shown
 class FlightRecord:
     """The content of `flight.json`.
 
-    time: in seconds since the epoch.
+    time: in seconds since the epoch, by rank 0's clock, whichever rank wrote the file.
     explained: lines on who waits for whom.
     ranks: activities of each rank, the oldest first: seconds before ``time``, training step, text,
         and the awaited rank, -1 for all of a collective, or None.
@@ -43,28 +41,16 @@ class FlightRecord:
     ranks: dict[str, tuple[tuple[float, int, str, int | None], ...]] = field(default_factory=dict)
 
 
-def save(
-    logs: Path,
-    files: Mapping[int, Path],
-    gone: Collection[int] = (),
-    ahead: Mapping[int, float] = MappingProxyType({}),
-) -> None:
+def save(logs: Path, files: Mapping[int, Path], gone: Collection[int] = ()) -> None:
     """Copy the activities of all ranks to the folder ``logs`` of a run. A full disk keeps none.
 
     files: of the activities, by rank.
     gone: ranks that are known to be stopped or to have ended.
-    ahead: seconds by which a rank's clock is ahead of the one here, if known.
     """
-    now, places = time.time(), ()
+    now, places = progress_record.now(), ()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         places = tuple(documents.read_json(logs.parent / "state.json")["workers"])
-    histories = {
-        rank: [
-            replace(a, time=a.time - ahead.get(rank, 0.0))
-            for a in [*progress_record.read_history(file)][::-1]
-        ]
-        for rank, file in files.items()
-    }
+    histories = {rank: [*progress_record.read_history(file)][::-1] for rank, file in files.items()}
     histories = {rank: history for rank, history in histories.items() if history}
     latest = {rank: history[-1] for rank, history in histories.items()}
     document = {

@@ -201,6 +201,29 @@ def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     assert "rank 1: training step 13, ring, layer 3, forward, step 2 of 3 (7" in shown["where"][0]
 
 
+def test_a_run_that_hangs_in_its_first_second_of_steps_shows_the_step_that_it_has_done(monkeypatch):
+    run = begun()
+    reporter(run).step(last=False, step=7)  # too early to be written
+    (run.path / ".lock").write_text("process 12 on node7\n")
+    monkeypatch.setattr(progress_record, "_record", None)
+    progress_record.start_record(run.path / "where-0")
+    assert (found()["what"], found()["step"]) == ("starting", 0)
+    progress_record.begin_step(8)
+    assert (found()["what"], found()["step"]) == ("running", 7)
+    later = time.time() + 70
+    monkeypatch.setattr(run_status, "SILENT_S", 1000.0)
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert (found()["what"], found()["detail"]) == ("stalled", "no step since step 7")
+
+
+def test_a_run_that_was_killed_in_its_first_second_of_steps_shows_the_step_of_its_metrics():
+    run = begun()
+    reporter(run)
+    rows = [{"step": step, "loss": 2.5} for step in range(1, 6)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (found()["what"], found()["step"]) == ("lost", 5)
+
+
 @pytest.mark.parametrize(
     ("phase", "what"),
     [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")],

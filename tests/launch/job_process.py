@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,8 +14,9 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import tell_the_others
+from mtrain_cli.launch.job import job_rank, tell_the_others
 from mtrain_cli.launch.local import launch
+from mtrain_extras.watch import roll_call
 
 
 def main() -> None:
@@ -30,7 +32,12 @@ def main() -> None:
     if other := os.environ.get("TORCH_VERSION"):
         version = metadata.version
         metadata.version = lambda name: other if name == "torch" else version(name)
+    roll_call.SILENT_S = float(os.environ.get("SILENT_S", roll_call.SILENT_S))
     try:
+        roll_call.sign_in()
+        if os.environ.get("ENDS_EARLY") == str(job_rank()):
+            time.sleep(1)  # until it has shown that it lives
+            os.kill(os.getpid(), signal.SIGKILL)
         config = compose.compose(overrides)
         environment = resolve_environment(config)
         sys.exit(

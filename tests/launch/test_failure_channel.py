@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from test_job import free_port, job_at
-from torch.distributed import DistNetworkError, TCPStore
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failure_channel
+from mtrain_cli.launch import failure_channel, progress_record
+from mtrain_cli.launch import job as jobs
 from mtrain_cli.launch.failure_channel import (
     FailureChannel,
     RankZeroDuties,
     _Hub,
-    _port_and_token,
     _server,
 )
-from mtrain_cli.launch.failures import Failure, RunError
+from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.job import PORT, SECRET
 from mtrain_cli.launch.progress_record import SEVERAL, WorkerActivity
+from mtrain_extras.watch import roll_call
+from mtrain_extras.watch.roll_call import RollCall
 
 
 def connected(hub: _Hub) -> socket.socket:
     return socket.create_connection(("localhost", hub.port), timeout=10)
 
 
+def after_clock(connection: socket.socket) -> bytes:
+    """Return what rank 0 sends after its clock."""
+    assert len(connection.recv(8)) == 8
+    return connection.recv(2)
+
+
 def is_dropped(connection: socket.socket) -> bool:
     """Return whether the other end closes the connection. Unread bytes come back as a reset."""
     with contextlib.suppress(ConnectionResetError):
-        return connection.recv(1) == b""
+        return after_clock(connection) == b""
     return True
 
 
@@ -89,8 +94,8 @@ class Left(BaseException):
 def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code):
     """Rank 0 exits between the failure and its answer, as on a machine that is too busy."""
     with socket.create_server(("localhost", 0)) as rank_0:
-        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
-        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
         printed, exit_codes = [], []
 
         def exit_now(given):
@@ -118,20 +123,46 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
     assert (printed, exit_codes) == ([(1, "seq=1: too short")], [code])
 
 
+def test_a_rank_that_fails_since_rank_0_is_gone_names_rank_0_whichever_it_notices_first(
+    monkeypatch,
+):
+    printed = []
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
+    monkeypatch.setattr(
+        failure_channel, "print_cause", lambda failure, *_: printed.append(failure.rank)
+    )
+    with socket.create_server(("localhost", 0)) as rank_0:
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+        mine = FailureChannel(
+            replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
+        )
+        connection, _ = rank_0.accept()
+        failing = threading.Thread(target=_fails, args=(mine, "peer lost"))
+        failing.start()
+        received = b""
+        while b"failure" not in received:
+            received += connection.recv(65536)
+        connection.close()
+        failing.join(10)
+    assert printed[0] == 0
+
+
 def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
     monkeypatch.setattr(failure_channel, "VERDICT_WAIT_S", 0.2)
     printed = []
-    monkeypatch.setattr(failure_channel, "print_cause", lambda failure: printed.append(failure))
+    monkeypatch.setattr(failure_channel, "print_cause", lambda failure, *_: printed.append(failure))
     monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as rank_0:
-        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
-        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
         mine = FailureChannel(
             replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
         )
         connection, _ = rank_0.accept()
         mine.fail(Failure(1, 1, "peer lost", "topology.timeout_s=6: rank 1 waited."))
         connection.close()
+        mine._watcher.join(10)
     assert printed[0].message == (
         "topology.timeout_s=6: rank 1 waited. It may be rank 0, which has not answered for 0.2 s."
     )
@@ -150,8 +181,8 @@ def test_a_rank_on_another_node_tells_if_the_first_node_is_lost(monkeypatch, ran
         failure_channel, "print_cause", lambda failure, *_: printed.append(failure.rank)
     )
     with socket.create_server(("127.0.0.1", 0)) as rank_0:
-        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
-        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
         two_nodes = replace(job_at("127.0.0.1", nodes=2), world_size=4, local_world_size=2)
         FailureChannel(replace(two_nodes, rank=rank), RankZeroDuties(lambda: None))
         rank_0.accept()[0].close()
@@ -159,35 +190,13 @@ def test_a_rank_on_another_node_tells_if_the_first_node_is_lost(monkeypatch, ran
     assert printed == [0] * tells
 
 
-def test_a_rank_that_comes_after_rank_0_has_ended_says_so_in_one_line(monkeypatch):
-    def lost(_):
-        raise DistNetworkError("Failed to recv, got 0 bytes.\nDid the remote server crash?")
-
-    job = replace(job_at("127.0.0.1", nodes=1), rank=1)
-    monkeypatch.setattr(failure_channel, "job_store", lambda _: SimpleNamespace(get=lost))
-    with pytest.raises(RunError) as caught:
-        FailureChannel(job, RankZeroDuties(lambda: None))
-    assert str(caught.value) == (
-        "rank 1 came too late: rank 0 has ended (Failed to recv, got 0 bytes.). Rank 0 printed why."
-    )
+def test_a_rank_that_comes_after_rank_0_has_ended_is_sent_to_its_output(monkeypatch):
     # torchrun's store outlives rank 0.
-    entry = f"{free_port()} token".encode()
-    monkeypatch.setattr(
-        failure_channel, "job_store", lambda _: SimpleNamespace(get=lambda _: entry)
-    )
+    entry = f"{free_port()} token"
+    monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+    job = replace(job_at("127.0.0.1", nodes=1), rank=1)
     with pytest.raises(ConfigError, match=r"rank 1 cannot .* If rank 0 has ended, its output says"):
         FailureChannel(job, RankZeroDuties(lambda: None))
-
-
-def test_a_rank_that_waits_too_long_for_rank_0_names_the_limit(monkeypatch):
-    limit, port = timedelta(seconds=0.2), free_port()
-    served = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, timeout=limit)
-    monkeypatch.setattr(failure_channel, "STORE_TIMEOUT", limit)
-    monkeypatch.setattr(failure_channel, "job_store", lambda _: served)
-    job = replace(job_at("127.0.0.1", nodes=1), rank=1)
-    with pytest.raises(RunError, match=r"^rank 1: rank 0 did not come within 0\.2 s\. ") as caught:
-        FailureChannel(job, RankZeroDuties(lambda: None))
-    assert "has ended" not in str(caught.value)
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)], ids=["1 last", "0 last"])
@@ -216,11 +225,12 @@ def test_all_ranks_but_0_get_the_code_in_whatever_order_a_slow_hub_accepts_them(
         ranks[2].sendall(json.dumps({"failure": record}).encode() + b"\n")
         may_accept.set()
         for rank in (1, 2):
-            assert ranks[rank].recv(2) == bytes([code]), f"rank {rank}"
+            assert after_clock(ranks[rank]) == bytes([code]), f"rank {rank}"
             assert events == [], "rank 0 stays until the others have ended"
             ranks[rank].close()
         hub.thread.join(15)
         assert events == ["discard"] * (code == 2) + [("exit", code)]
+        ranks[0].recv(8)  # the clock
         ranks[0].setblocking(False)
         with pytest.raises(BlockingIOError):
             ranks[0].recv(1)
@@ -244,7 +254,7 @@ def test_ranks_get_the_code_at_once_if_another_one_never_connects(monkeypatch):
         rank_2.sendall(f"{hub.token} 2\n{message}\n".encode())
         began = time.monotonic()
         rank_2.settimeout(5)
-        assert rank_2.recv(2) == bytes([1])
+        assert after_clock(rank_2) == bytes([1])
         assert time.monotonic() - began < 0.5
         time.sleep(1.2)  # rank 1 could still have come
         assert events == [], "rank 0 stays until rank 2 has ended"
@@ -287,37 +297,96 @@ def test_a_rank_that_was_stopped_while_it_waited_is_named(monkeypatch, began, si
             failure = Failure(rank, 1, "peer lost", f"topology.timeout_s=6: rank {rank} waited")
             ranks[rank].sendall(json.dumps({"failure": failure.record}).encode() + b"\n")
         for rank in (1, 2):
-            ranks[rank].recv(2)
+            after_clock(ranks[rank])
             ranks[rank].close()
     ((rank, message),) = causes
     assert rank == (2 if silent else 0)
     assert message.startswith("topology.timeout_s=6: rank 2 kept the others waiting") is silent
 
 
-@pytest.mark.parametrize("ahead", [{1: 5e3, 2: -5e3}, {1: -5e3, 2: 5e3}, {1: 0.0, 2: 0.0}])
-def test_the_earliest_failure_is_the_cause_whatever_the_clocks_of_the_machines_say(
-    monkeypatch, ahead
-):
-    records = {}
+@pytest.mark.parametrize("ahead", [5e3, -5e3, 0.0])
+def test_a_rank_dates_its_records_and_failures_by_rank_0s_clock(monkeypatch, tmp_path, ahead):
+    monkeypatch.setattr(progress_record, "_ahead", 0.0)
+    monkeypatch.setattr(progress_record, "_record", None)
+    monkeypatch.setattr(failure_channel, "exit_now", lambda _: None)
+    monkeypatch.setattr(failure_channel, "print_cause", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as rank_0:
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+        job = replace(job_at("127.0.0.1", nodes=1), rank=1)
+        mine = FailureChannel(job, RankZeroDuties(lambda: None))
+        connection, _ = rank_0.accept()
+        theirs = time.time() - ahead
+        connection.sendall(failure_channel._CLOCK.pack(theirs))
+        until = time.monotonic() + 10
+        while abs(progress_record.now() - theirs) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        progress_record.start_record(tmp_path / "where")
+        progress_record.note("computes")
+        assert progress_record.read_activity(tmp_path / "where").time == pytest.approx(
+            theirs, abs=1
+        )
+        connection.settimeout(10)
+        connection.sendall(b"\0")  # so that `fail` need not wait for an answer
+        mine.fail(Failure(1, 1, "error", "lost", "", time.time()))
+        received = b""
+        while b"failure" not in received or received[-1:] != b"\n":
+            received += connection.recv(65536)
+        connection.close()
+    failure = json.loads(received.splitlines()[-1])["failure"]
+    assert failure["time"] == pytest.approx(theirs, abs=1)
+
+
+def test_the_earliest_failure_is_the_cause(monkeypatch):
     monkeypatch.setattr(failure_channel, "CAUSE_GRACE_S", 0.5)
-    hub, causes, lines = hub_with_records(monkeypatch, 3, records)
+    hub, causes, _ = hub_with_records(monkeypatch, 3, {})
     now = time.time()
-    records |= {r: WorkerActivity(now - 40 + clock, 3, "computes") for r, clock in ahead.items()}
     with contextlib.ExitStack() as connections:
         connections.callback(hub.thread.join, 15)
         ranks = {rank: connections.enter_context(connected(hub)) for rank in range(3)}
         for rank, connection in ranks.items():
-            clock = json.dumps({"clock": time.time() + ahead.get(rank, 0.0)})
-            connection.sendall(f"{hub.token} {rank}\n{clock}\n".encode())
-        for number, rank in enumerate((1, 2)):
-            failure = Failure(rank, 1, "peer lost", "lost", "trace", now + number + ahead[rank])
+            connection.sendall(f"{hub.token} {rank}\n".encode())
+        for rank in (2, 1):
+            failure = Failure(rank, 1, "peer lost", "lost", "trace", now + rank)
             message = json.dumps({"failure": failure.record}).encode()
             ranks[rank].sendall(message + b"\n")
         for rank in (1, 2):
-            ranks[rank].recv(2)
+            after_clock(ranks[rank])
             ranks[rank].close()
     assert causes == [(1, "lost")]
-    assert re.fullmatch(r"  all: training step 3, computes \(4\d s ago\)", *lines)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ("by itself", "rank 1: seq=abc: expected"),
+        ("silently", "rank 1 on node1 is gone: it showed"),
+    ],
+)
+def test_the_hub_ends_a_job_of_which_a_rank_does_not_come(ends, expected, monkeypatch):
+    causes, codes = [], []
+
+    def exit_now(code):
+        codes.append(code)
+        hub._expected.clear()  # ends the thread of the hub
+
+    monkeypatch.setattr(failure_channel, "exit_now", exit_now)
+    monkeypatch.setattr(failure_channel, "print_cause", lambda cause, _: causes.append(cause))
+    monkeypatch.setattr(failure_channel, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(roll_call, "SILENT_S", 0.3)
+    monkeypatch.setattr(roll_call, "BEAT_S", 0.1)
+    store, job = dist.HashStore(), job_at("node0", nodes=4)
+    if ends == "by itself":
+        jobs._leave_note(replace(job, rank=1), store, ["seq=abc: expected a number"])
+    else:
+        store.set("sign of life/8/1", jobs.seal("sign of life/8/1", "0 node1"))
+    calls = [RollCall(job, store).check, lambda _: jobs.require_no_note(store)]
+    hub = _Hub(2, RankZeroDuties(lambda: None), roll_calls=calls)
+    with connected(hub) as rank_0:
+        rank_0.sendall(f"{hub.token} 0\n".encode())
+        hub.thread.join(10)
+    assert [cause.message.startswith(expected) for cause in causes] == [True]
+    assert codes == [2 if ends == "by itself" else 1]
 
 
 def test_the_user_can_set_the_hubs_port(monkeypatch):
@@ -338,16 +407,8 @@ def test_the_user_can_set_the_hubs_port(monkeypatch):
 def test_with_a_secret_the_store_does_not_hold_the_hubs_token(monkeypatch):
     monkeypatch.setenv(SECRET, "one")
     hub = _Hub(2, RankZeroDuties(lambda: None))
-    assert _port_and_token(f"{hub.port} -".encode()) == (hub.port, hub.token)
     with connected(hub) as stranger, contextlib.suppress(OSError):
         stranger.sendall(b"- 1\n")
         assert is_dropped(stranger)
-    for entry in (b"1234 abcdef", b"", b"port -"):
-        with pytest.raises(
-            ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"
-        ):
-            _port_and_token(entry)
     monkeypatch.delenv(SECRET)
-    with pytest.raises(ConfigError, match=SECRET):
-        _port_and_token(f"{hub.port} -".encode())
     assert failure_channel.shared_key("x") is None

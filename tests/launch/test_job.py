@@ -21,7 +21,7 @@ import mtrain_cli
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import job as jobs
-from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, current_job, listen
+from mtrain_cli.launch.job import PORT, SECRET, Job, current_job, listen, seal, unseal
 
 HERE = Path(__file__).parent
 
@@ -249,6 +249,21 @@ def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
         jobs._meet(late, store)
 
 
+def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
+    began = time.monotonic()
+    variables = {0: {"SILENT_S": "3"}, 1: {"ENDS_EARLY": "1"}}
+    ends = SimulatedJob("adds_ranks", 2, "run.dir=run", variables_of=variables).ends()
+    assert time.monotonic() - began < 30
+    assert ends == [
+        (
+            1,
+            f"before the workers: rank 1 on {socket.gethostname()} is gone: it showed no sign of "
+            "life for 3 s before it met rank 0. See its output.\n",
+        ),
+        (-signal.SIGKILL, ""),
+    ]
+
+
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
     ends = SimulatedJob("sleeps", 3, "run.dir=run", of_rank={2: ["seq=1k"]}, late={1: 1.5}).ends()
     assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False), (2, False)]
@@ -332,6 +347,41 @@ def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
     )
 
 
+def torchrun_sleeps(**variables: str) -> str:
+    """Return what two ranks of torchrun print that cannot start. They must end soon."""
+    began = time.monotonic()
+    words = ["--nproc-per-node", "2", str(HERE / "job_process.py"), "sleeps", "run.dir=run"]
+    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "topology.device=cpu"],
+        env={**os.environ, **variables, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    # torchrun waits 30 s for ranks that a signal does not end.
+    assert time.monotonic() - began < 25
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_ends_soon_after_rank_0_refused_and_rank_0_says_why():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = torchrun_sleeps(MTRAIN_PORT=str(port))
+    lines = [line for line in said.splitlines() if line.startswith("before the workers: ")]
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"before the workers: MTRAIN_PORT={port}: rank 0 cannot listen on this port"
+    ]
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_ends_soon_after_a_rank_was_killed_that_the_others_wait_for():
+    assert "Signal 9 (SIGKILL)" in torchrun_sleeps(ENDS_EARLY="1")
+
+
 def job_at(address: str, nodes: int = 2) -> Job:
     return Job("slurm", 0, 2 * nodes, 0, 2, address, 0)
 
@@ -395,19 +445,19 @@ def test_a_secret_that_is_the_name_of_a_file_is_refused(monkeypatch):
 
 
 def test_decisions_of_rank_0_need_the_secret(monkeypatch):
-    assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
-    without = _seal("decision/1", "text").encode()
+    assert unseal("decision/1", seal("decision/1", "a\nb").encode()) == "a\nb"
+    without = seal("decision/1", "text").encode()
     monkeypatch.setenv(SECRET, "one")
-    sealed = _seal("decision/1", "a\nb").encode()
-    assert _unseal("decision/1", sealed) == "a\nb"
+    sealed = seal("decision/1", "a\nb").encode()
+    assert unseal("decision/1", sealed) == "a\nb"
     for stranger in (without, sealed + b"c", b"", b"\xff\n"):
         with pytest.raises(ConfigError, match=f"{SECRET}: .* Give all ranks the same one"):
-            _unseal("decision/1", stranger)
+            unseal("decision/1", stranger)
     with pytest.raises(ConfigError):
-        _unseal("decision/2", sealed)
+        unseal("decision/2", sealed)
     monkeypatch.setenv(SECRET, "two")
     with pytest.raises(ConfigError):
-        _unseal("decision/1", sealed)
+        unseal("decision/1", sealed)
 
 
 def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_well(monkeypatch):

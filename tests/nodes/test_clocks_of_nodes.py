@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain_cli.launch import run_status
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_extras.watch import flight_record
 from nodes import bytes_table, node_runs
 from nodes.node_network import Network
 
@@ -56,6 +59,21 @@ def start(network: Network, words: list[str], folder: Path, ahead: float) -> lis
     return ranks
 
 
+def wait_for_steps(folder: Path) -> None:
+    metrics = folder / "runs/run/metrics.jsonl"
+    until = time.monotonic() + 100
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+        assert time.monotonic() < until, (folder / "rank-0.txt").read_text()
+        time.sleep(0.01)
+
+
+def assert_ages_are_true(said: str) -> None:
+    where = said.partition("Where each worker was:\n")[2]
+    ages = [int(seconds) for seconds in re.findall(r"\((-?\d+) s ago\)", where)]
+    assert all(0 < age < 100 for age in ages), where
+    assert "training step" in where
+
+
 @pytest.mark.parametrize("ahead", [7200.0, -7200.0])
 def test_a_run_with_a_node_whose_clock_is_wrong_ends_and_resumes_as_usual(
     ahead, text, alone, tmp_path
@@ -64,18 +82,12 @@ def test_a_run_with_a_node_whose_clock_is_wrong_ends_and_resumes_as_usual(
     metrics = tmp_path / "runs/run/metrics.jsonl"
     with Network(2) as network:
         first = start(network, [*words, "train.steps=1000"], tmp_path, ahead)
-        until = time.monotonic() + 100
-        while not metrics.exists() or metrics.read_text().count("\n") < 4:
-            assert time.monotonic() < until, (tmp_path / "rank-0.txt").read_text()
-            time.sleep(0.01)
+        wait_for_steps(tmp_path)
         first[1].send_signal(signal.SIGKILL)
         assert [rank.wait(60) for rank in first] == [1, -signal.SIGKILL]
         said = (tmp_path / "rank-0.txt").read_text()
         assert "error: rank 1 on 10.77.0.2 is gone" in said
-        where = said.partition("Where each worker was:\n")[2]
-        ages = [int(seconds) for seconds in re.findall(r"\((-?\d+) s ago\)", where)]
-        assert all(0 < age < 100 for age in ages), where
-        assert "training step" in where
+        assert_ages_are_true(said)
         last = metrics.read_text().count("\n")
         again = [*words, "--resume", "run", f"train.steps={last + 1}"]
         second = start(network, again, tmp_path, ahead)
@@ -83,3 +95,27 @@ def test_a_run_with_a_node_whose_clock_is_wrong_ends_and_resumes_as_usual(
     losses = node_runs.losses(tmp_path / "runs/run")
     assert len(losses) == last + 1
     assert bytes_table.largest_difference(losses[: len(alone)], alone) < 1e-6
+
+
+@pytest.mark.parametrize("ahead", [7200.0, -7200.0])
+def test_a_rank_that_tells_of_the_loss_of_rank_0_dates_it_by_rank_0s_clock(ahead, text, tmp_path):
+    words = [*bytes_table.settings("ring", text), "train.steps=1000"]
+    with Network(2) as network:
+        ranks = start(network, words, tmp_path, ahead)
+        wait_for_steps(tmp_path)
+        ranks[1].send_signal(signal.SIGSTOP)  # so that rank 0 waits for a while
+        time.sleep(3)
+        ranks[0].send_signal(signal.SIGKILL)
+        ranks[1].send_signal(signal.SIGCONT)
+        assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL, 1]
+    said = (tmp_path / "rank-1.txt").read_text()
+    assert "error: rank 0 on 10.77.0.1 is gone" in said
+    assert_ages_are_true(said)
+    run = RunDir(tmp_path / "runs/run")
+    written = run_status.read_state(run)
+    kept = flight_record.read(run.logs, written.began)
+    assert kept is not None, "it is dated before the run began"
+    assert kept.time == pytest.approx(time.time(), abs=60)
+    assert all(-60 < ages[-1][0] <= 0 for ages in kept.ranks.values())
+    named, *_ = flight_record.lines(run, "lost", written, {}, time.time())
+    assert named.startswith("rank 0 (node0, cpu) keeps others waiting. It shows no sign of life")

@@ -43,6 +43,7 @@ def test_the_status_names_a_stopped_rank_and_what_the_others_wait_for(text, tmp_
         other.join()
     assert seen, "the status explained nothing while the rank was stopped"
     assert seen[0].what == "stalled"
+    assert seen[0].step == len(steps(run)) >= 4
     after = run_status.read_status(RunDir(run))
     assert after.written.phase == "failed"
     for status in (seen[0], after):

@@ -275,6 +275,10 @@ def test_a_group_cast_has_the_stages_that_its_workers_allow(keys, needs, stages)
     choice = choose_exchange(asked(**keys), needs)
     backward = keys.get("stages_backward", 0)
     assert (choice.stages, choice.stages_backward) == (stages, backward)
+    given = keys.get("stages", 0)
+    less = f"; topology.stages={given} means {stages}, the most for these workers"
+    assert (less in choice.reason) == (given != stages)
+    assert "topology.stages_backward=" not in choice.reason
     assert (f"{stages} stages of received keys" in choice.label) == (stages > 0)
     assert (f"{backward} stages in backward" in choice.label) == (backward > 0)
     schedule = make_schedule(choice.name, choice.options(needs.workers))

@@ -20,6 +20,7 @@ from mtrain_cli.commands.train import require_runnable
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
 from mtrain_extras.places import entry, fetched_run, run_copy, run_place
 
@@ -113,11 +114,11 @@ def recorded(monkeypatch, method, act=lambda *_: None):
     """Record the paths that a method of the store writes. act: may fail before it writes."""
     written, original = [], getattr(MemoryFileSystem, method)
 
-    def call(self, first, second, *rest, **options):
-        path = second if method == "put_file" else first
+    def call(self, *words, **options):
+        path = words[1] if method == "put_file" else words[0]
         act(len(written), path)
         written.append(path)
-        return original(self, first, second, *rest, **options)
+        return original(self, *words, **options)
 
     monkeypatch.setattr(MemoryFileSystem, method, call)
     return written
@@ -301,9 +302,83 @@ def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
     began = time.monotonic()
     run.close()
     assert time.monotonic() - began < 5
-    assert run.warnings == [f"run.remote={URL}: is not complete after 0.2 seconds, and is left"]
+    assert run.warnings == [
+        f"run.remote={URL}: failed (not complete after 0.2 seconds); it has no checkpoint"
+    ]
     hang.set()
     run.copies[0]._thread.join()
+
+
+def test_a_store_that_no_longer_answers_is_left_although_its_package_tries_for_minutes(
+    store, tmp_path, monkeypatch
+):
+    is_gone, mended = False, threading.Event()
+    recorded(monkeypatch, "put_file", lambda *_: is_gone and mended.wait(20))
+    recorded(monkeypatch, "cat_file", lambda *_: is_gone and mended.wait(20))
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 0.5)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    is_gone = True
+    run.save(4)
+    began = time.monotonic()
+    run.close()
+    assert time.monotonic() - began < 5
+    assert run.warnings == [f"run.remote={URL}: failed (no answer for 0.5 seconds); it has step 2"]
+    mended.set()
+    run.copies[0]._thread.join()
+
+
+def test_a_store_that_is_slow_or_away_for_a_moment_is_waited_for(store, tmp_path, monkeypatch):
+    is_away = threading.Event()
+    recorded(monkeypatch, "put_file", lambda *_: time.sleep(0.3))
+    recorded(monkeypatch, "cat_file", lambda *_: is_away.is_set() and time.sleep(0.3))
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 2.0)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    is_away.set()
+    run.close()
+    is_away.clear()
+    assert complete(store) == [2]
+    assert run.warnings == []
+
+
+def test_a_refused_run_leaves_nothing_at_its_place(store):
+    run = run_dir.create(compose([f"run.remote={URL}", "run.name=night"]), [])
+    first = Run(run.path)
+    first.wait(lambda: store.exists("/runs/night/resolved.yaml"))
+    first.close()
+    (run.path / "metrics.jsonl").unlink(missing_ok=True)
+    assert run.discard()
+    assert store.find("/runs") == []
+    again = Run(run.path)  # would be refused if the place had a run
+    again.close()
+
+
+@pytest.mark.parametrize("whose", ["another run's", "of a run with a checkpoint"])
+def test_a_refused_run_removes_no_files_that_are(store, tmp_path, whose):
+    kept = Run(tmp_path / "night")
+    if whose == "of a run with a checkpoint":
+        kept.save(2)
+    kept.close()
+    before = store.find("/runs")
+    if whose == "another run's":
+        (tmp_path / "night" / run_place.ID).write_text("mine\n")
+    run_copy.unclaim(URL, tmp_path / "night")
+    assert store.find("/runs") == before
+
+
+def test_a_refused_run_does_not_wait_for_a_place_that_hangs(tmp_path, monkeypatch):
+    kept, hang = Run(tmp_path / "night"), threading.Event()
+    kept.close()
+    recorded(monkeypatch, "cat_file", lambda *_: hang.wait(20))
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 0.2)
+    began = time.monotonic()
+    run_copy.unclaim(URL, tmp_path / "night")
+    assert time.monotonic() - began < 5
+    hang.set()
 
 
 def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkeypatch):

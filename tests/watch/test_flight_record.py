@@ -91,20 +91,26 @@ def test_a_rank_is_silent_by_the_clock_of_the_disk_not_by_the_one_here():
     )
 
 
-def test_ages_allow_for_clocks_that_differ(tmp_path, monkeypatch):
-    real = time.time
-    for rank, ahead in ((0, 0), (1, 7200)):
-        monkeypatch.setattr(time, "time", lambda ahead=ahead: real() + ahead)
-        progress_record.start_record(tmp_path / f"rank-{rank}")
-        progress_record.note("a message", 1 - rank if rank == 0 else None)
-    monkeypatch.setattr(time, "time", real)
-    before = real()
-    files = {rank: tmp_path / f"rank-{rank}" for rank in (0, 1)}
-    flight_record.save(tmp_path, files, ahead={1: 7200.0})
-    found = flight_record.read(tmp_path, before)
-    assert found is not None
-    assert all(-60 < of[-1][0] <= 0 for of in found.ranks.values())
-    assert found.explained[0].startswith("rank 1 keeps others waiting. It does not wait")
+def test_the_file_has_the_times_of_rank_0s_clock_whichever_rank_writes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_record, "_ahead", 0.0)
+    before = time.time()
+    progress_record.start_record(tmp_path / "rank-0")
+    progress_record.note("a message", 1)
+    for ahead in (7200.0, -7200.0):
+        progress_record.set_clock(time.time() - ahead)
+        progress_record.start_record(tmp_path / "rank-1")
+        progress_record.note("a message")
+        with monkeypatch.context() as patch:  # rank 1 reads its own clock
+            patch.setattr(progress_record, "_ahead", 0.0)
+            real = time.time
+            patch.setattr(time, "time", lambda real=real, ahead=ahead: real() + ahead)
+            progress_record.set_clock(real())
+            progress_record.note("a message")
+            flight_record.save(tmp_path, {rank: tmp_path / f"rank-{rank}" for rank in (0, 1)})
+        found = flight_record.read(tmp_path, before)
+        assert found is not None
+        assert all(-60 < seconds <= 0 for of in found.ranks.values() for seconds, *_ in of[-1:])
+        assert found.explained[0].startswith("rank 1 keeps others waiting. It does not wait")
 
 
 def test_the_last_activities_of_all_ranks_are_kept_in_a_file(tmp_path):
