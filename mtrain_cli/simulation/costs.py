@@ -227,26 +227,29 @@ class Costs:
             size: number of bytes that each rank sends.
         """
         inner = self.cluster.inner
-        inner_us = self._moving(inner, size)
+        inner_us = self._moving(inner, size, to_all)
         if members == ranks:
             # Inside a node, launch overhead dominates; in the worst case it grows with the ranks.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
             latency = self.burden(inner.collective_latency_us) * longer
-            return latency + inner_us, size / self._capacity(inner)
+            return latency + inner_us, min(inner_us, size / self._capacity(inner))
         link = self.cluster.link(outer=True)
         shared = int(self.burden(link.shared_by))
         latency = self.burden(link.collective_latency_us)
         if to_all:
             across = size * (ranks - members) / (ranks - 1)
-            moving = max(self._moving(link, across) * shared, self._moving(inner, size - across))
-            return latency + moving, across * shared / self._capacity(link)
+            moving = self._moving(link, across, to_all) * shared
+            moving = max(moving, self._moving(inner, size - across, to_all))
+            return latency + moving, min(moving, across * shared / self._capacity(link))
         # The groups of all ranks share the network cards of a node. Each member of a group carries
         # a part of the group's bytes.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
         return latency * _longer(link, ranks) + moving, moving
 
-    def _moving(self, link: Link, size: float) -> float:
-        return size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
+    def _moving(self, link: Link, size: float, to_all: bool = False) -> float:
+        factor = link.all_to_all_factor if to_all else None
+        longer = 1.0 if factor is None else self.burden(factor)
+        return longer * size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
 
     def _capacity(self, link: Link) -> float:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3

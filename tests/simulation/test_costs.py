@@ -165,6 +165,21 @@ def test_an_all_to_all_sends_over_the_network_what_other_nodes_receive():
     assert priced.collective(True, 4, 4, 3 * 10**6) == pytest.approx((20 + 3e6 / 5e4, 3e6 / 2e5))
 
 
+@pytest.mark.parametrize("factor", [1.2, 0.1])
+def test_the_bytes_of_an_all_to_all_take_longer_by_the_factor_of_their_link(factor):
+    """Each of 8 ranks sends 4e6 bytes to the other node and 3e6 inside its own."""
+    cluster, times = two_nodes(4), Constant.of(factor, "measured")
+    across, inside = factor * 4e6 / 5e3, factor * 3e6 / 5e4
+    outer = costs(replace(cluster, outer=replace(cluster.outer, all_to_all_factor=times)))
+    us, busy = outer.collective(True, 8, 4, 7 * 10**6)
+    # The messages cannot keep a card busy for longer than they take.
+    assert (us, busy) == pytest.approx((30 + across, min(across, 4e6 / 20e3)))
+    inner = costs(replace(cluster, inner=replace(cluster.inner, all_to_all_factor=times)))
+    us, busy = inner.collective(True, 4, 4, 3 * 10**6)
+    assert (us, busy) == pytest.approx((20 + inside, min(inside, 3e6 / 2e5)))
+    assert outer.collective(False, 8, 4, 10**6) == costs(cluster).collective(False, 8, 4, 10**6)
+
+
 @pytest.mark.parametrize(("exchange", "shared_by"), [("group_cast", 2), ("group_cast", 1)])
 def test_the_network_cards_of_a_node_carry_all_rows_of_a_cast_that_cross(exchange, shared_by):
     """Of 4 + 4 ranks, each sends 1e6 bytes; 2e6 of a node's cross, with 2 or 4 network cards."""
