@@ -139,11 +139,15 @@ class Costs:
             return np.where(ranks % 2, len(ranks) - 1 - ranks // 2, ranks // 2)
         return ranks
 
+    @property
+    def sharing(self) -> int:
+        """The number of GPUs that share a network card."""
+        return 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
+
     @cached_property
     def _cards(self) -> IntArray:
-        shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
         ranks, per_node = self._places, self.cluster.gpus_per_node
-        return ranks // per_node * per_node + ranks % per_node // shared
+        return ranks // per_node * per_node + ranks % per_node // self.sharing
 
     def message(
         self,
@@ -155,7 +159,7 @@ class Costs:
         """Price a transfer of ``size`` bytes from each rank.
 
         recorded: bytes of a profile's row.
-        crossing: bytes of a group cast that leave or reach the busiest node.
+        crossing: bytes of a group cast that cross nodes over the busiest network card.
         """
         t = transfer.first
         key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers), crossing
@@ -205,9 +209,8 @@ class Costs:
         if transfer.first.kind in ("reduce_scatter", SUM) and link.reduce_factor is not None:
             us, busy = (self.burden(link.reduce_factor) * t for t in (us, busy))
         if crossing is not None and outer[0]:
-            # Each rank sends directly to those that need its rows. The cards carry the sum.
-            card = crossing * self.burden(link.shared_by) / self.cluster.gpus_per_node
-            busy = card / self._capacity(link)
+            # Each rank sends directly to those that need its rows.
+            busy = crossing / self._capacity(link)
             us = self.burden(link.latency_us)
             us += max(busy, size / self._capacity(self.cluster.inner))
         share = self.burden(link.gpu_share)
@@ -234,7 +237,7 @@ class Costs:
             latency = self.burden(inner.collective_latency_us) * longer
             return latency + inner_us, min(inner_us, size / self._capacity(inner))
         link = self.cluster.link(outer=True)
-        shared = int(self.burden(link.shared_by))
+        shared = self.sharing
         latency = self.burden(link.collective_latency_us)
         if to_all:
             across = size * (ranks - members) / (ranks - 1)
@@ -348,7 +351,9 @@ class LayerPrices:
         if transfer.first.kind in (GROUP_CAST, GROUP_REDUCE) and sizes.crossing:
             ((_, unit, _),) = post.payload.terms  # numbers the casts of both passes
             sent = sizes.casts[unit.cast][unit.kind == RECEIVED]
-            crossing = float(size * sizes.crossing[unit.cast] / sent) if sent else 0.0
+            by_sharing = sizes.crossing[unit.cast]
+            rows = by_sharing[min(self.costs.sharing, len(by_sharing)) - 1]
+            crossing = float(size * rows / sent) if sent else 0.0
         return self.costs.message(transfer, size, recorded, crossing)
 
     def copy(self, op: Copy) -> float:
