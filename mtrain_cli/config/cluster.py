@@ -117,6 +117,7 @@ class Link:
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
     reduce_factor: time of a reduce-scatter / that of an all-gather; None for 1. With gloo it is 2,
         because gloo sums everything before it keeps a part.
+    all_to_all_factor: time of an all-to-all's bytes / that of an all-gather's; None for 1.
     """
 
     latency_us: Constant
@@ -128,6 +129,7 @@ class Link:
     shared_by: Constant
     gpu_share: Constant
     reduce_factor: Constant | None = None
+    all_to_all_factor: Constant | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,10 +257,11 @@ _GPU_CHECKS = {
     **dict.fromkeys(("launch_us", "step_ms"), _AT_LEAST),
     **dict.fromkeys(("host_gib", "host_link_gbps", "host_memory_gbps"), _ABOVE),
 }
+_FACTORS = "reduce_factor", "all_to_all_factor"
 _LINK_CHECKS = {
     **dict.fromkeys(("latency_us", "collective_latency_us"), _AT_LEAST),
     **dict.fromkeys(("bandwidth_gbps", "capacity_gbps", "collective_bandwidth_gbps"), _ABOVE),
-    "reduce_factor": _ABOVE,
+    **dict.fromkeys(_FACTORS, _ABOVE),
     **dict.fromkeys(("collective_ranks", "shared_by"), _COUNT),
     "gpu_share": _SHARE,
 }
@@ -349,7 +352,7 @@ def _read(content: Mapping[str, Any]) -> Cluster:
 def _link(links: Mapping[str, Any], name: str) -> Link:
     section = _section(links, name, "links.")
     given = {key: value for key, value in section.items() if value is not None}
-    left_out = [key for key in (*_DEFAULTS, "reduce_factor") if key not in given]
+    left_out = [key for key in (*_DEFAULTS, *_FACTORS) if key not in given]
     given.setdefault("collective_ranks", _RANKS)
     if name == "inner":
         given.setdefault("shared_by", _OWN_LINKS)

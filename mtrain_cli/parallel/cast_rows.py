@@ -20,6 +20,7 @@ from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.schedule import GROUP_CAST, OUTER, Schedule, casts_by_stage
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
+    MovedRows,
     Nodes,
     Route,
     WantedRows,
@@ -244,21 +245,27 @@ def crossing_shares(
     masks: Sequence[SequenceMask],
     per_node: int,
     block: int | None = None,
-) -> tuple[Fraction, ...]:
-    """Return for each cast the rows that leave or reach the busiest node / rows of a shard.
+) -> tuple[tuple[Fraction, ...], ...]:
+    """Return the rows of each cast that cross nodes over the busiest card / rows of a shard.
 
-    A row counts for each rank of the node that moves a part of its heads. Empty if
-    `largest_shares` does not count.
+    They depend on how many neighbors share a network card: 1 to ``per_node``, in turn. A row counts
+    for each of them that moves a part of its heads. Empty if no rows cross, or `largest_shares`
+    does not count.
     """
-    if not schedule.traits.by_mask or too_many_to_count(layout):
+    one_node = per_node >= layout.workers
+    if one_node or not schedule.traits.by_mask or too_many_to_count(layout):
         return ()
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    wanted, groups = wanted_rows(schedule, inside, masks, block), max(1, per_node // schedule.heads)
-    sharing = min(schedule.heads, per_node)
-    return tuple(
-        Fraction(sharing * wanted.most_crossing(route, groups), inside.tokens_per_worker)
-        for route, _ in _routes_of_passes(schedule)
-    )
+    wanted, heads = wanted_rows(schedule, inside, masks, block), schedule.heads
+    place = np.arange(inside.workers) % (groups := max(1, per_node // heads))
+
+    def busiest(moved: MovedRows, sharing: int) -> Fraction:
+        first = np.flatnonzero(place % max(1, sharing // heads) == 0)
+        most = max(np.add.reduceat(rows, first).max() for rows in (moved.sent, moved.received))
+        return Fraction(min(heads, sharing) * int(most), inside.tokens_per_worker)
+
+    crossing = [wanted.crossing(route, groups) for route, _ in _routes_of_passes(schedule)]
+    return tuple(tuple(busiest(of, n + 1) for n in range(per_node)) for of in crossing)
 
 
 def row_block(layout: Layout, block: int | None = None) -> int:

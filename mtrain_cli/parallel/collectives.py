@@ -6,7 +6,7 @@ PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,19 +39,44 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def start_all_to_all(
-    arriving: Tensor, leaving: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
-) -> dist.Work:
-    """Start to exchange rows. ``arriving`` is complete after the returned work's ``wait()``.
+    arriving: Tensor,
+    leaving: Tensor,
+    receive: Sequence[int],
+    send: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    blocks: bool = False,
+) -> list[dist.Work]:
+    """Start to exchange rows. ``arriving`` is complete after ``wait()`` of all returned works.
 
-    This is `dist.all_to_all_single` without its checks, which take longer than the call of the
-    group: experts send many messages.
+    On a GPU this is `dist.all_to_all_single` without its checks, which take longer than the call of
+    the group: experts send many messages. On a CPU each pair of ranks exchanges messages, and every
+    rank receives first. gloo's all-to-all (gloo/alltoall.cc) sends first. Of two ranks, the later
+    one then queues the notice that it can receive behind its data, so both directions of their
+    connection take turns: between two ranks, an all-to-all took twice as long.
+
+    receive, send: number of rows from and for each rank; empty if all are equal.
+    blocks: whether the current stream of a GPU waits at once.
     """
+    if leaving.is_cpu:
+        rank, ranks = group.rank(), group.size()
+        parts, own = (
+            rows.split(list(counts) or len(rows) // ranks)
+            for rows, counts in ((arriving, receive), (leaving, send))
+        )
+        parts[rank].copy_(own[rank])
+        others = [(rank + k) % ranks for k in range(1, ranks)]
+        return [
+            *(group.recv([parts[peer]], peer, 0) for peer in others[::-1] if len(parts[peer])),
+            *(group.send([own[peer]], peer, 0) for peer in others if len(own[peer])),
+        ]
     options = dist.AllToAllOptions()
-    options.asyncOp = True
-    start: Callable[..., dist.Work] = getattr(group, "all_to_all_single", None) or (
+    options.asyncOp = not blocks
+    start: Callable[..., dist.Work | None] = getattr(group, "all_to_all_single", None) or (
         group.alltoall_base
     )
-    return start(arriving, leaving, receive, send, options)
+    work = start(arriving, leaving, list(receive), list(send), options)
+    return [] if work is None else [work]
 
 
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

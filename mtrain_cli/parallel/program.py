@@ -82,8 +82,7 @@ class ShardSizes:
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
         shard. Those of backward follow those of forward if both passes have different stages.
-    crossing: for each, the rows that leave or reach the busiest node, divided likewise; empty if
-        not counted.
+    crossing: for each, `cast_rows.crossing_shares`; empty if not counted.
     """
 
     tokens: int
@@ -96,7 +95,7 @@ class ShardSizes:
     sequences: int = 1
     made_bytes: int = 0
     casts: tuple[tuple[Fraction, Fraction], ...] = ()
-    crossing: tuple[Fraction, ...] = ()
+    crossing: tuple[tuple[Fraction, ...], ...] = ()
 
     def width(self, precision: str) -> int:
         """Return the number of bytes per element. precision: LOW, HIGH, MADE or ROUNDED."""

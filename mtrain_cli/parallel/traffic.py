@@ -222,22 +222,19 @@ class WantedRows:
                 sent[node, source] += found
         return MovedRows(sent.reshape(-1), received.reshape(-1))
 
-    def most_crossing(self, route: Route, size: int) -> int:
-        """Return the most rows of a cast that leave or reach a node of ``size`` ranks."""
-        if len(self.of_nodes) > 1:  # only casts among nodes cross them
-            if not route.across:
-                return 0
-            moved = self.moved(route, ())
-            by_rank = moved.sent, moved.received
-            return max(int(rows.reshape(-1, size).sum(1).max()) for rows in by_rank)
-        ranks = np.arange(self.of_ranks.shape[1])
-        leaving, reaching = (np.zeros(-(-len(ranks) // size)) for _ in range(2))
+    def crossing(self, route: Route, size: int) -> MovedRows:
+        """Return the rows of a cast that leave or reach a node of ``size`` ranks, by rank."""
+        nodes, of_node = self.of_nodes.shape[0], self.of_nodes.shape[2]
+        ranks = np.arange(nodes * of_node)
+        sent, received = (np.zeros(len(ranks), np.int64) for _ in range(2))
+        if nodes > 1:  # only casts among nodes cross them
+            return self.moved(route, ()) if route.across else MovedRows(sent, received)
         for k in route.away:
             source = (ranks - k) % len(ranks)
             rows = self.of_ranks[0, ranks, 0, source] * (ranks // size != source // size)
-            np.add.at(leaving, source // size, rows)
-            np.add.at(reaching, ranks // size, rows)
-        return int(max(leaving.max(), reaching.max()))
+            sent[source] += rows
+            received += rows
+        return MovedRows(sent, received)
 
 
 def rows_moved(

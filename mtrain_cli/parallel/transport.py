@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -24,7 +24,11 @@ from torch import Tensor
 from mtrain_cli.attention.partials import Pair
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.parallel import nvtx_ranges
-from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
+from mtrain_cli.parallel.collectives import (
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import SUM, Transfer
@@ -122,9 +126,7 @@ class Transport:
         assert transfer.to is not None
         assert transfer.source is not None
         with self._posting(transfer, leaving.nbytes) as group:
-            # The receive comes first. gloo then tells the sender that this rank is ready, before it
-            # sends. Otherwise that would arrive after the data, and one direction wait for the
-            # other: between two ranks, a hop took twice as long.
+            # The receive comes first: `start_all_to_all` says why.
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
@@ -160,13 +162,11 @@ class Transport:
             transfer ``transfer.after``, whose tensors it may read.
         """
         with self._posting(transfer, row_bytes * sum(sent)) as group:
+            assert group is not None
             rows = leaving()
             arrived = rows.new_empty(sum(received), *rows.shape[1:])
-            work = dist.all_to_all_single(
-                arrived, rows, list(received), list(sent), group=group, async_op=True
-            )
-            assert work is not None
-            self._works[transfer.number], self._inputs[transfer.number] = [work], rows
+            works = start_all_to_all(arrived, rows, received, sent, group)
+            self._works[transfer.number], self._inputs[transfer.number] = works, rows
         return rows, arrived
 
     def all_to_all(self, transfer: Transfer, parts: Tensor) -> Tensor:
@@ -177,7 +177,9 @@ class Transport:
             self.span(WAIT, self._messages[transfer.number]),
             self._while_receiving(transfer.number),
         ):
-            dist.all_to_all_single(arrived, parts, group=group)
+            assert group is not None
+            for work in start_all_to_all(arrived, parts, (), (), group, blocks=True):
+                work.wait()
         if self.recorder is not None:
             self.recorder.arrived(transfer.number)
         return arrived
@@ -194,13 +196,17 @@ class Transport:
 
     def wait(self, number: int) -> None:
         """Wait for a transfer. With gloo the host waits, with NCCL only the current stream."""
-        works = self._works.pop(number, [])
-        with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
+        works = self._works.pop(number, None)
+        if works is None:
+            return
+        hops = self._transfers[number].to is not None
+        with self.span(WAIT, self._messages.get(number, NOTHING)):
             for at, work in enumerate(works):
                 # gloo returns one Work for the receive and one for the send, NCCL one for both.
-                with self._while_sending(number) if at == 1 else self._while_receiving(number):
+                sends = hops and at == 1
+                with self._while_sending(number) if sends else self._while_receiving(number):
                     work.wait()
-        if works and self.recorder is not None:
+        if self.recorder is not None:
             self.recorder.arrived(number)
         self._inputs.pop(number, None)
 

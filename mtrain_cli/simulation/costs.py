@@ -139,11 +139,15 @@ class Costs:
             return np.where(ranks % 2, len(ranks) - 1 - ranks // 2, ranks // 2)
         return ranks
 
+    @property
+    def sharing(self) -> int:
+        """The number of GPUs that share a network card."""
+        return 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
+
     @cached_property
     def _cards(self) -> IntArray:
-        shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
         ranks, per_node = self._places, self.cluster.gpus_per_node
-        return ranks // per_node * per_node + ranks % per_node // shared
+        return ranks // per_node * per_node + ranks % per_node // self.sharing
 
     def message(
         self,
@@ -155,7 +159,7 @@ class Costs:
         """Price a transfer of ``size`` bytes from each rank.
 
         recorded: bytes of a profile's row.
-        crossing: bytes of a group cast that leave or reach the busiest node.
+        crossing: bytes of a group cast that cross nodes over the busiest network card.
         """
         t = transfer.first
         key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers), crossing
@@ -205,9 +209,8 @@ class Costs:
         if transfer.first.kind in ("reduce_scatter", SUM) and link.reduce_factor is not None:
             us, busy = (self.burden(link.reduce_factor) * t for t in (us, busy))
         if crossing is not None and outer[0]:
-            # Each rank sends directly to those that need its rows. The cards carry the sum.
-            card = crossing * self.burden(link.shared_by) / self.cluster.gpus_per_node
-            busy = card / self._capacity(link)
+            # Each rank sends directly to those that need its rows.
+            busy = crossing / self._capacity(link)
             us = self.burden(link.latency_us)
             us += max(busy, size / self._capacity(self.cluster.inner))
         share = self.burden(link.gpu_share)
@@ -227,26 +230,29 @@ class Costs:
             size: number of bytes that each rank sends.
         """
         inner = self.cluster.inner
-        inner_us = self._moving(inner, size)
+        inner_us = self._moving(inner, size, to_all)
         if members == ranks:
             # Inside a node, launch overhead dominates; in the worst case it grows with the ranks.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
             latency = self.burden(inner.collective_latency_us) * longer
-            return latency + inner_us, size / self._capacity(inner)
+            return latency + inner_us, min(inner_us, size / self._capacity(inner))
         link = self.cluster.link(outer=True)
-        shared = int(self.burden(link.shared_by))
+        shared = self.sharing
         latency = self.burden(link.collective_latency_us)
         if to_all:
             across = size * (ranks - members) / (ranks - 1)
-            moving = max(self._moving(link, across) * shared, self._moving(inner, size - across))
-            return latency + moving, across * shared / self._capacity(link)
+            moving = self._moving(link, across, to_all) * shared
+            moving = max(moving, self._moving(inner, size - across, to_all))
+            return latency + moving, min(moving, across * shared / self._capacity(link))
         # The groups of all ranks share the network cards of a node. Each member of a group carries
         # a part of the group's bytes.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
         return latency * _longer(link, ranks) + moving, moving
 
-    def _moving(self, link: Link, size: float) -> float:
-        return size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
+    def _moving(self, link: Link, size: float, to_all: bool = False) -> float:
+        factor = link.all_to_all_factor if to_all else None
+        longer = 1.0 if factor is None else self.burden(factor)
+        return longer * size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
 
     def _capacity(self, link: Link) -> float:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
@@ -345,7 +351,9 @@ class LayerPrices:
         if transfer.first.kind in (GROUP_CAST, GROUP_REDUCE) and sizes.crossing:
             ((_, unit, _),) = post.payload.terms  # numbers the casts of both passes
             sent = sizes.casts[unit.cast][unit.kind == RECEIVED]
-            crossing = float(size * sizes.crossing[unit.cast] / sent) if sent else 0.0
+            by_sharing = sizes.crossing[unit.cast]
+            rows = by_sharing[min(self.costs.sharing, len(by_sharing)) - 1]
+            crossing = float(size * rows / sent) if sent else 0.0
         return self.costs.message(transfer, size, recorded, crossing)
 
     def copy(self, op: Copy) -> float:

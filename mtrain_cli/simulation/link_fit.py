@@ -18,7 +18,7 @@ INNER, OUTER = "inner", "outer"
 # Measured operations: a hop of one ring, of all rings between nodes at once, and of two rings at
 # once; collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
-GATHER, SCATTER = "all-gather", "reduce-scatter"
+GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
 COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
 _ROUNDS = 50
 _NEGLIGIBLE = 0.01  # relative residuals below this are noise and get the same weight
@@ -257,9 +257,14 @@ def _link(
 
     hop_note = note("ring of batch_isend_irecv", hop)
     collective_note = note("all-gather" + " and reduce-scatter" * (not gloo), collectives)
-    factor = collectives.gbps / fitted[SCATTER].gbps
-    how = note("bandwidth of all-gather / reduce-scatter", fitted[SCATTER])
-    more = {"reduce_factor": _constant(factor, factor, factor, how)} if gloo else {}
+    factors = {"reduce_factor": SCATTER, "all_to_all_factor": ALL_TO_ALL}
+    more = {
+        key: _exactly(
+            collectives.gbps / fitted[what].gbps, note(f"all-gather / {what}", fitted[what])
+        )
+        for key, what in factors.items()
+        if gloo and what in fitted
+    }
     # Total bandwidth of two concurrent messages, but at least that of one message: noise may make
     # the total smaller.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)

@@ -24,7 +24,11 @@ import torch.distributed as dist
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.launch.environment import ParallelDims, host_memory
 from mtrain_cli.parallel import schedule
-from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
+from mtrain_cli.parallel.collectives import (
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.simulation import link_fit
@@ -129,6 +133,7 @@ def _operations(group: ContextGroup, device: torch.device) -> Iterator[_Operatio
             (link_fit.TWO_HOPS, messages.two_hops),
             (link_fit.GATHER, messages.gather),
             (link_fit.SCATTER, messages.scatter),
+            *([(link_fit.ALL_TO_ALL, messages.trade)] if device.type == "cpu" else []),
         ):
             yield _Operation(link, what, ranks, start)
 
@@ -172,6 +177,15 @@ class _Messages:
         others = self.ranks - 1
         shards = _ones(self.device, size // others, self.ranks)
         return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * others
+
+    def trade(self, size: int) -> tuple[Start, int]:
+        others = self.ranks - 1
+        leaving = _ones(self.device, size // others, self.ranks)
+        arriving = torch.empty_like(leaving)
+        return (
+            lambda: start_all_to_all(arriving, leaving, (), (), self.group),
+            leaving[0].nbytes * others,
+        )
 
 
 def _measured(

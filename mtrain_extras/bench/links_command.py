@@ -37,7 +37,7 @@ def links(
     cluster_out: Annotated[Path | None, option("FILE")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure messages between workers: ring hops, all-gather and reduce-scatter.
+    """Measure messages between workers: ring hops and collectives.
 
     Measures links within a node and between nodes separately, with idle and with computing workers,
     and fits a latency and a bandwidth to each link. --cluster-out writes the fits as a cluster,

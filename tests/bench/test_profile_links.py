@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.link_fit import GATHER, HOP, HOPS_AT_ONCE, SCATTER, TWO_HOPS
+from mtrain_cli.simulation.link_fit import (
+    ALL_TO_ALL,
+    GATHER,
+    HOP,
+    HOPS_AT_ONCE,
+    SCATTER,
+    TWO_HOPS,
+)
 
 HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 
@@ -29,7 +36,9 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     assert document["backend"] == "gloo"
     assert document["versions"]["torch"]
     assert [(t["what"], t["size"]) for t in document["times"]] == [
-        (what, size) for what in (HOP, TWO_HOPS, GATHER, SCATTER) for size in (4 << 10, 256 << 10)
+        (what, size)
+        for what in (HOP, TWO_HOPS, GATHER, SCATTER, ALL_TO_ALL)
+        for size in (4 << 10, 256 << 10)
     ]
     for t in document["times"]:
         assert 0 < t["low"] <= t["us"] <= t["high"]
@@ -44,6 +53,11 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     } == {"gpu.step_ms", *HOST}
     assert cluster.inner.bandwidth_gbps.value == pytest.approx(
         document["fits"]["inner"][HOP]["gbps"], rel=1e-3
+    )
+    rates = {what: fit["gbps"] for what, fit in document["fits"]["inner"].items()}
+    assert cluster.inner.all_to_all_factor is not None
+    assert cluster.inner.all_to_all_factor.value == pytest.approx(
+        rates[GATHER] / rates[ALL_TO_ALL], rel=1e-3
     )
     assert (tmp_path / "my.yaml").read_text() == (
         tmp_path / "measurements/one/cluster.yaml"
@@ -68,6 +82,7 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
         TWO_HOPS,
         GATHER,
         SCATTER,
+        ALL_TO_ALL,
     }
     cluster = load_cluster(str(tmp_path / "measurements/four/cluster.yaml"))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)
@@ -76,7 +91,7 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
     assert "nodes are parts of one host" in cluster.outer.latency_us.note
     assert "no network" in result.stdout
     # Without a terminal, there is no progress bar.
-    assert "measuring inner hop, 1 of 9\n" in result.stdout
+    assert "measuring inner hop, 1 of 11\n" in result.stdout
 
 
 @pytest.mark.parametrize(

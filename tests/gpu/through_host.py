@@ -10,12 +10,13 @@ fills it has been waited for. Here every transfer first completes all earlier on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.parallel import collectives, layer_groups
+from mtrain_cli.parallel import collectives, layer_groups, transport
 
 
 class Arrival:
@@ -84,6 +85,15 @@ def install() -> None:
 
         return staged
 
+    trade = collectives.start_all_to_all
+
+    def all_to_all(
+        output: torch.Tensor, given: torch.Tensor, *splits: Sequence[int], **_: bool
+    ) -> list[Arrival]:
+        arriving, leaving = torch.empty(output.shape, dtype=output.dtype), _to_host(given)
+        first = [_start(work, []) for work in trade(arriving, leaving, *splits)]
+        return [*first, _start(SimpleNamespace(wait=lambda: None), [(output, arriving)])]
+
     reduce = dist.all_reduce
 
     def all_reduce(
@@ -96,10 +106,7 @@ def install() -> None:
         return arrival if async_op else None
 
     dist.batch_isend_irecv = batch_isend_irecv
-    dist.all_to_all_single = two_tensors(dist.all_to_all_single)
+    transport.start_all_to_all = layer_groups.start_all_to_all = all_to_all
     dist.all_reduce = all_reduce
-    layer_groups.start_all_to_all = lambda arriving, leaving, receive, send, group: (
-        dist.all_to_all_single(arriving, leaving, receive, send, group=group, async_op=True)
-    )
     collectives._gather = two_tensors(collectives._gather)
     collectives._scatter = two_tensors(collectives._scatter)

@@ -275,27 +275,29 @@ def test_the_largest_shares_are_those_of_the_ranks(name, stages):
 @pytest.mark.parametrize(
     ("name", "stages"), [("flat", 0), ("flat", 2), ("hierarchical", 0), ("hierarchical", 2)]
 )
-def test_the_rows_that_cross_are_those_of_the_busiest_node(name, stages, heads):
+def test_the_rows_that_cross_are_those_of_the_busiest_network_card(name, stages, heads):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
-    for workers, per_node in ((4, 2), (6, 3), (8, 2)) if heads == 1 else ((4, 1), (8, 4), (8, 2)):
+    for workers, per_node in ((4, 2), (6, 3), (8, 4)) if heads == 1 else ((4, 1), (8, 4), (8, 2)):
         stages_of = {"stages": stages, "stages_backward": stages}
         options = ScheduleOptions(workers, per_node, heads=heads, **stages_of)
         layout, schedule = layout_of("contiguous", workers), make_schedule(exchange, options)
         for masks in batches(layout.padded_seq).values():
             inside, peers, rows = plans(name, layout, (workers, per_node), heads, masks, stages)
             # Leaving and reaching.
-            crossing = np.zeros((2, workers // per_node, len(rows[0].casts)))
+            crossing = np.zeros((2, workers, len(rows[0].casts)))
             for rank, number in product(range(workers), range(len(rows[0].casts))):
                 group, place = divmod(rank, heads)
                 cast = rows[group].casts[number]
                 for peer, sent in zip(peers[group][number], cast.sent, strict=True):
                     nodes = rank // per_node, (peer * heads + place) // per_node
                     if nodes[0] != nodes[1]:
-                        crossing[0, nodes[0], number] += sent
-                        crossing[1, nodes[1], number] += sent
-            expected = crossing.max((0, 1)) / inside.tokens_per_worker
-            found = crossing_shares(schedule, layout, masks, per_node, 16)
-            np.testing.assert_allclose(np.array(found, np.float64), expected)
+                        crossing[0, rank, number] += sent
+                        crossing[1, peer * heads + place, number] += sent
+            found = np.array(crossing_shares(schedule, layout, masks, per_node, 16), np.float64)
+            for sharing in (n for n in range(1, per_node + 1) if per_node % n == 0):
+                of_cards = crossing.reshape(2, workers // sharing, sharing, -1).sum(2)
+                expected = of_cards.max((0, 1)) / inside.tokens_per_worker
+                np.testing.assert_allclose(found[:, sharing - 1], expected)
 
 
 def test_an_index_moves_whole_blocks():

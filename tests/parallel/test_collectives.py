@@ -13,6 +13,7 @@ from mtrain_cli.parallel.collectives import (
     all_gather,
     share,
     start_all_gather,
+    start_all_to_all,
     start_reduce_scatter,
 )
 
@@ -64,3 +65,53 @@ def test_every_rank_of_a_group_gets_all_shards_and_its_own_sum(results, name, pe
 def test_tuples_arrive_as_lists(results):
     for found in results:
         assert found["pairs"] == [[rank, WORLD] for rank in range(WORLD)]
+
+
+def rows_between(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
+    """Exchange a row with each rank, then from rank a to rank b ``(2 * a + b) % 4`` rows, twice."""
+    group = dist.group.WORLD
+    assert group is not None
+    equal = torch.empty(world, 1, dtype=torch.int64)
+    leaving = (torch.arange(world) + 10 * rank)[:, None]
+    for work in start_all_to_all(equal, leaving, (), (), group, blocks=True):
+        work.wait()
+    send, receive = (
+        [(2 * a + b) % 4 for a, b in pairs]
+        for pairs in ([(rank, b) for b in range(world)], [(a, rank) for a in range(world)])
+    )
+    arrived, works = [], []
+    for first in (0, 100):
+        leaving = torch.repeat_interleave(torch.arange(world), torch.tensor(send))
+        arrived.append(torch.empty(sum(receive), 1, dtype=torch.int64))
+        rows = (leaving + 10 * rank + first)[:, None]
+        works += start_all_to_all(arrived[-1], rows, receive, send, group)
+    for work in works:
+        work.wait()
+    one, two, three = (tensor.flatten().tolist() for tensor in (equal, *arrived))
+    return one, two, three
+
+
+def test_rows_arrive_from_each_rank_in_order_and_ranks_may_send_each_other_none():
+    for rank, (equal, first, second) in enumerate(gloo.run(4, rows_between)):
+        assert equal == [10 * a + rank for a in range(4)]
+        expected = [10 * a + rank for a in range(4) for _ in range((2 * a + rank) % 4)]
+        assert first == expected
+        assert second == [100 + row for row in expected]
+
+
+def test_on_a_cpu_a_rank_receives_from_all_before_it_sends():
+    """With gloo, directions of a connection would else take turns."""
+    posted: list[tuple[str, int]] = []
+
+    class Group:
+        rank, size = staticmethod(lambda: 1), staticmethod(lambda: 3)
+
+        def recv(self, _: object, peer: int, __: int) -> None:
+            posted.append(("from", peer))
+
+        def send(self, _: object, peer: int, __: int) -> None:
+            posted.append(("to", peer))
+
+    rows = torch.zeros(3, 2)
+    start_all_to_all(torch.empty(3, 2), rows, (), (), Group())  # type: ignore[arg-type]
+    assert posted == [("from", 0), ("from", 2), ("to", 2), ("to", 0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import gloo
 import pytest
@@ -109,6 +110,25 @@ def rows_of_two(rank: int, world: int) -> tuple[bool, list[float], bool]:
 
 def test_rows_arrive_by_peer_and_are_kept_until_the_wait():
     assert gloo.run(2, rows_of_two) == [(True, [0.0, 1.0, 1.0], True), (True, [0.0, 1.0], True)]
+
+
+def no_rows(rank: int, world: int) -> list[int]:
+    """Send no rows. Return the numbers of the messages whose arrival was recorded."""
+    arrived: list[int] = []
+    recorder: Any = SimpleNamespace(
+        recording=False, posted=lambda *_: None, watch=lambda *_: None, arrived=arrived.append
+    )
+    group = group_of(rank, world)
+    transport = Transport(group, "group_cast", "layer 0", "forward", 1, recorder)
+    cast = Transfer(3, GROUP_CAST, "kv", "context", (rank,), (1 - rank,), peers=(0, 1))
+    transport.start_rows(cast, lambda: torch.zeros(0, 3), 12, [0, 0], [0, 0])
+    transport.wait(3)
+    transport.wait(3)
+    return arrived
+
+
+def test_a_cast_without_rows_is_recorded_once():
+    assert gloo.run(2, no_rows) == [[3], [3]]
 
 
 def posted_and_awaited(rank: int, world: int) -> tuple[list[str], list[str], float]:

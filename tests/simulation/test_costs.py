@@ -165,28 +165,43 @@ def test_an_all_to_all_sends_over_the_network_what_other_nodes_receive():
     assert priced.collective(True, 4, 4, 3 * 10**6) == pytest.approx((20 + 3e6 / 5e4, 3e6 / 2e5))
 
 
-@pytest.mark.parametrize(("exchange", "shared_by"), [("group_cast", 2), ("group_cast", 1)])
-def test_the_network_cards_of_a_node_carry_all_rows_of_a_cast_that_cross(exchange, shared_by):
-    """Of 4 + 4 ranks, each sends 1e6 bytes; 2e6 of a node's cross, with 2 or 4 network cards."""
-    schedule = make_schedule(exchange, ScheduleOptions(8, 4))
-    priced = replace(costs(two_nodes(4, shared_by)), spmd=SpmdSchedule.of(schedule))
+@pytest.mark.parametrize("factor", [1.2, 0.1])
+def test_the_bytes_of_an_all_to_all_take_longer_by_the_factor_of_their_link(factor):
+    """Each of 8 ranks sends 4e6 bytes to the other node and 3e6 inside its own."""
+    cluster, times = two_nodes(4), Constant.of(factor, "measured")
+    across, inside = factor * 4e6 / 5e3, factor * 3e6 / 5e4
+    outer = costs(replace(cluster, outer=replace(cluster.outer, all_to_all_factor=times)))
+    us, busy = outer.collective(True, 8, 4, 7 * 10**6)
+    # The messages cannot keep a card busy for longer than they take.
+    assert (us, busy) == pytest.approx((30 + across, min(across, 4e6 / 20e3)))
+    inner = costs(replace(cluster, inner=replace(cluster.inner, all_to_all_factor=times)))
+    us, busy = inner.collective(True, 4, 4, 3 * 10**6)
+    assert (us, busy) == pytest.approx((20 + inside, min(inside, 3e6 / 2e5)))
+    assert outer.collective(False, 8, 4, 10**6) == costs(cluster).collective(False, 8, 4, 10**6)
+
+
+def test_the_busiest_network_card_carries_its_rows_of_a_cast_that_cross():
+    """Of 4 + 4 ranks, each sends 1e6 bytes; 2e6 pass the busiest card."""
+    schedule = make_schedule("group_cast", ScheduleOptions(8, 4))
+    priced = replace(costs(two_nodes(4)), spmd=SpmdSchedule.of(schedule))
     (moves,) = priced.spmd.transfers("forward").values()
     found = priced.message(moves, 10**6, crossing=2e6)
-    card = 2e6 * shared_by / 4
-    assert found.busy.tolist() == [card / 20e3] * 8
-    assert (found.latency + found.busy).tolist() == [5 + card / 20e3] * 8
+    assert found.busy.tolist() == [2e6 / 20e3] * 8
+    assert (found.latency + found.busy).tolist() == [5 + 2e6 / 20e3] * 8
     # If few rows cross, the links inside a node decide.
     few = priced.message(moves, 10**6, crossing=4.0)
     assert (few.latency + few.busy).tolist() == [5 + 1e6 / 200e3] * 8
 
 
-def test_casts_of_backward_with_other_stages_have_their_own_rows_that_cross():
-    """Two casts in forward and one in backward: of its rows, 3 / 4 of 7 shards cross."""
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_each_cast_has_rows_that_cross_for_each_number_of_gpus_that_share_a_card(shared_by):
+    """Two casts in forward, and one in backward because of other stages."""
     options = ScheduleOptions(8, 4, stages=2, stages_backward=0)
     schedule = make_schedule("group_cast", options)
     shares = (Fraction(3), Fraction(3)), (Fraction(4), Fraction(4)), (Fraction(7), Fraction(7))
-    base = replace(costs(two_nodes(4)), spmd=SpmdSchedule.of(schedule))
-    sizes = replace(base.sizes, casts=shares, crossing=(Fraction(1), Fraction(2), Fraction(21)))
+    base = replace(costs(two_nodes(4, shared_by)), spmd=SpmdSchedule.of(schedule))
+    crossing = tuple(tuple(Fraction(each * n) for n in (1, 3, 4, 6)) for each in (1, 2, 21))
+    sizes = replace(base.sizes, casts=shares, crossing=crossing)
     prices = object.__new__(LayerPrices)  # of messages only
     prices.costs = replace(base, sizes=sizes)
     shard = 2 * 128 * 2 * 64
@@ -194,8 +209,8 @@ def test_casts_of_backward_with_other_stages_have_their_own_rows_that_cross():
         moves = prices.costs.spmd.transfers(way)
         posts = lower(schedule, 0, backward=backward).posts
         found = [prices.message(moves[post.transfer.number], post).busy[0] for post in posts]
-        crossing = [n * shard for n in expected]  # keys in 2 bytes, gradients in 4
-        assert found == pytest.approx([n / 4 / 20e3 for n in crossing]), way
+        card = {1: 1, 2: 3}[shared_by] * shard / 20e3
+        assert found == pytest.approx([n * card for n in expected]), way
 
 
 def test_a_sum_takes_longer_by_the_factor_of_its_links():

@@ -10,6 +10,7 @@ import yaml
 
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.link_fit import (
+    ALL_TO_ALL,
     GATHER,
     HOP,
     HOPS_AT_ONCE,
@@ -117,7 +118,11 @@ def test_measurements_become_a_cluster(tmp_path: Path, slower: float, shared: in
         1,
         4,
         replace(MACHINE, device="cpu"),
-        [*everything(INNER)[: -len(SIZES)], *times(INNER, SCATTER, 60.0, 100.0)],
+        [
+            *everything(INNER)[: -len(SIZES)],
+            *times(INNER, SCATTER, 60.0, 100.0),
+            *times(INNER, ALL_TO_ALL, 60.0, 160.0),
+        ],
         measured_ranks=8,
         virtual=False,
     )
@@ -127,6 +132,7 @@ def test_measurements_become_a_cluster(tmp_path: Path, slower: float, shared: in
     link = load_cluster(str(path)).inner
     assert link.collective_bandwidth_gbps.value == pytest.approx(200, rel=1e-3)
     assert link.reduce_factor.value == pytest.approx(2, rel=1e-3)
+    assert link.all_to_all_factor.value == pytest.approx(1.25, rel=1e-3)
     path.write_text(yaml.safe_dump(document))
     cluster = load_cluster(str(path))
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (2, 4, "NVIDIA H200")
@@ -139,7 +145,7 @@ def test_measurements_become_a_cluster(tmp_path: Path, slower: float, shared: in
         assert link.capacity_gbps.value == pytest.approx(80, rel=1e-3), "two hops at once"
         assert link.collective_latency_us.value == pytest.approx(60, rel=1e-3)
         assert link.collective_bandwidth_gbps.value == pytest.approx(200 * together, rel=1e-3)
-        assert link.reduce_factor is None
+        assert link.reduce_factor is link.all_to_all_factor is None
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
     gpu = cluster.gpu

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config
-from mtrain_cli.parallel import collectives
+from mtrain_cli.parallel import collectives, transport
 from mtrain_cli.simulation.methods import (
     METHODS,
     ImpossibleMethod,
@@ -50,9 +50,8 @@ class Counter:
             patch.setattr(owner, name, self._counting(getattr(owner, name), self._gathered))
         for owner, name in ((dist, SCATTER), (collectives, "_scatter")):
             patch.setattr(owner, name, self._counting(getattr(owner, name), self._scattered))
-        patch.setattr(
-            dist, "all_to_all_single", self._counting(dist.all_to_all_single, self._traded)
-        )
+        trade = "start_all_to_all"
+        patch.setattr(transport, trade, self._counting(getattr(transport, trade), self._traded))
         patch.setattr(dist, "batch_isend_irecv", self._counting(dist.batch_isend_irecv, _received))
 
     def _counting(self, function: Any, size: Any) -> Any:

@@ -105,12 +105,9 @@ def test_the_times_are_near_those_of_the_simulator(links, layout, heads):
         plain = replace(choice.options(workers), stages=0, stages_backward=0)
         times = priced(plain, layout, mask, sizes, Rates.on(cluster))
         ours.append(times.forward[stages] + times.backward[stages])
-    # The simulator spreads what leaves a node over its network cards. Here each rank has its own
-    # share, and in a contiguous layout the ranks beside another node send more than others.
-    even = layout != "contiguous"
-    np.testing.assert_allclose(ours, simulated, rtol=0.15 if even else 0.25)
+    np.testing.assert_allclose(ours, simulated, rtol=0.15)
     gains = np.array(ours[1:]) / ours[0], np.array(simulated[1:]) / simulated[0]
-    np.testing.assert_allclose(*gains, atol=0.05 if even else 0.1)
+    np.testing.assert_allclose(*gains, atol=0.05)
 
 
 @pytest.mark.parametrize("name", Rates._fields)
