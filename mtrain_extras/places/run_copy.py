@@ -126,6 +126,7 @@ class RunCopy(Callback):
                     problem = problem or f"not complete after {patience:g} seconds"
         if self._thread.is_alive():
             self._say(f"failed ({problem}); it has {self._last_sent}", warning=True)
+            shutil.rmtree(self._links, ignore_errors=True)  # the thread ends with the process
         self.after_step()
 
     @property

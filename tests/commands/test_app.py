@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
@@ -234,12 +235,14 @@ def test_a_rank_tells_the_others_of_a_mistake_in_a_command_whose_ranks_meet(
 
 
 def test_in_a_job_one_process_per_machine_prints_the_error():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
     def message(rank: int, local_rank: int) -> str:
         job = {
             "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
+            "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that nobody waits for the others
         }
         return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr

@@ -296,7 +296,7 @@ def test_a_store_that_fails_for_good_is_said_at_the_end(store, tmp_path, monkeyp
 def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
     monkeypatch.setattr(run_copy, "END_S", 0.2)
     hang = threading.Event()
-    recorded(monkeypatch, "put_file", lambda *_: hang.wait(20))
+    recorded(monkeypatch, "put_file", lambda _, path: "step-2" in path and hang.wait(20))
     run = Run(tmp_path / "night")
     run.save(2)
     began = time.monotonic()
@@ -305,6 +305,7 @@ def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
     assert run.warnings == [
         f"run.remote={URL}: failed (not complete after 0.2 seconds); it has no checkpoint"
     ]
+    assert not list((tmp_path / "night").glob("uploading-*"))
     hang.set()
     run.copies[0]._thread.join()
 

@@ -100,23 +100,25 @@ def test_all_tokens_on_one_expert_train_and_the_other_worker_takes_part():
 class Counted(TorchDispatchMode):
     """Bytes that reach this worker from others: rows, and weights and gradients of experts."""
 
-    def __init__(self, sharing: tuple[int, ...]) -> None:
-        """Count weights among the workers ``sharing``, which hold the same experts."""
+    def __init__(self, experts: dist.ProcessGroup, sharing: tuple[int, ...]) -> None:
+        """Count rows in the group ``experts``, and weights among the workers ``sharing``.
+
+        The latter hold the same experts.
+        """
         super().__init__()
-        self.sharing = sharing
+        self.experts, self.sharing = experts.group_name, sharing
         self.rows = self.weights = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(function)
-        if name.startswith("c10d.") and "base" in name:
+        if name.startswith("c10d.") and ("base" in name or "recv_" in name):
             boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)
-            own = dist.get_rank(group)
-            if "alltoall" in name:
-                arriving, sizes = args[0], args[3]
-                self.rows += (sum(sizes) - sizes[own]) * arriving[:1].numel() * arriving.itemsize
+            if "recv_" in name:
+                own = group.group_name == self.experts
+                self.rows += own * sum(arriving.nbytes for arriving in args[0])
             elif tuple(dist.get_process_group_ranks(group)) == self.sharing:
                 part = min(args[0].nbytes, args[1].nbytes)
                 self.weights += (len(self.sharing) - 1) * part
@@ -128,7 +130,7 @@ def received(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[int], 
     trainer = make(rank, world, 1, world, words)
     group = trainer.experts
     assert group is not None
-    with Counted(tuple(range(rank % 2, world, 2))) as counted:
+    with Counted(group.process_group, tuple(range(rank % 2, world, 2))) as counted:
         trainer.train_step(False)
     assert counted.rows == group.received[0]
     dims, layout = trainer.environment.dims, trainer.choices.layout
