@@ -299,9 +299,14 @@ def _explain_failures(job: Job) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
+        is_taken = job.rank == 0 and "already in use" in reason
+        advice = (
+            "Choose another port for all ranks."
+            if is_taken
+            else "Set both to rank 0's address and port."
+        )
         raise ConfigError(
-            f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
-            "rank 0's address and port."
+            f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). {advice}"
         ) from error
 
 
@@ -461,10 +466,12 @@ def listen(job: Job, port: int) -> socket.socket:
 def shared_key(purpose: str) -> str | None:
     """Return a key that depends on the job's secret and on ``purpose``. None without a secret.
 
-    Raises ConfigError if others can know the secret.
+    Raises ConfigError if the secret is empty, or if others can know it.
     """
-    secret = os.environ.get(SECRET, "")
-    if os.path.isfile(secret):
+    secret = os.environ.get(SECRET)
+    if secret == "":
+        raise ConfigError(f"{SECRET}: is empty. Set it to a secret, or unset it.")
+    if secret and os.path.isfile(secret):
         raise ConfigError(
             f"{SECRET}: is the name of a file, which others can guess. Set it to what the file has."
         )

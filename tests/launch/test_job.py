@@ -437,11 +437,14 @@ def test_an_unreachable_address_means_all_interfaces(address):
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def test_a_secret_that_is_the_name_of_a_file_is_refused(monkeypatch):
+def test_a_secret_that_is_empty_or_the_name_of_a_file_is_refused(monkeypatch):
     monkeypatch.setenv("MTRAIN_SECRET", __file__)
     with pytest.raises(ConfigError, match=r"^MTRAIN_SECRET: is the name of a file") as caught:
         jobs.job_store.__wrapped__(Job("slurm", 0, 2, 0, 2, "127.0.0.1", 1))
     assert __file__ not in str(caught.value)
+    monkeypatch.setenv("MTRAIN_SECRET", "")
+    with pytest.raises(ConfigError, match=r"^MTRAIN_SECRET: is empty"):
+        jobs.job_store.__wrapped__(Job("slurm", 0, 2, 0, 2, "127.0.0.1", 1))
 
 
 def test_decisions_of_rank_0_need_the_secret(monkeypatch):
