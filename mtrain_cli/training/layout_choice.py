@@ -176,7 +176,8 @@ def choose_staged_exchange(
     text = f"{with_count(found.best[0], 'stage')}, {found.best[1]} in backward"
     if device == "cuda":
         text += f": {found.described} a layer"
-    text += f" (topology.stages=auto, predicted for {named_on(device, where)})"
+    key = "stages" if topology.stages == "auto" else "stages_backward"
+    text += f" (topology.{key}=auto, predicted for {named_on(device, where)})"
     forward, backward = found.best
     one = replace(one, stages=forward, stages_backward=backward)
     return replace(one, reason=f"{one.reason}; {text}")
