@@ -52,6 +52,7 @@ def test_slow_links_get_stages_and_fast_links_do_not(slow):
     assert f"{staged.stages} stages of received keys" in staged.label
     given = exchange(*WINDOW, "topology.stages=3", cluster=slow)
     assert (given.stages, given.stages_backward) == (3, staged.stages_backward)
+    assert "(topology.stages_backward=auto, " in given.reason
 
 
 def test_the_reason_states_the_times_and_the_smallest_wins(slow):
