@@ -119,7 +119,8 @@ class RunCopy(Callback):
                 self.after_step()
             while self._thread.is_alive() and not problem:
                 # Its package may try for minutes, and a large file may be on its way for longer.
-                problem = self._place.silence(_ANSWER_S)
+                # Of a slow store, one small file may come too late, but not two in a row.
+                problem = self._place.silence(_ANSWER_S) and self._place.silence(_ANSWER_S)
                 left = until - time.monotonic()
                 self._thread.join(0 if problem else min(_QUIET_S, max(0.0, left)))
                 if left <= 0:
