@@ -32,7 +32,7 @@ def main() -> None:
     if other := os.environ.get("TORCH_VERSION"):
         version = metadata.version
         metadata.version = lambda name: other if name == "torch" else version(name)
-    roll_call.SILENT_S = float(os.environ.get("SILENT_S", roll_call.SILENT_S))
+    roll_call.UNSEEN_S = float(os.environ.get("UNSEEN_S", roll_call.UNSEEN_S))
     try:
         roll_call.sign_in()
         if os.environ.get("ENDS_EARLY") == str(job_rank()):

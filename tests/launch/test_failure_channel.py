@@ -373,7 +373,7 @@ def test_the_hub_ends_a_job_of_which_a_rank_does_not_come(ends, expected, monkey
     monkeypatch.setattr(failure_channel, "exit_now", exit_now)
     monkeypatch.setattr(failure_channel, "print_cause", lambda cause, _: causes.append(cause))
     monkeypatch.setattr(failure_channel, "FAREWELL_S", 0.1)
-    monkeypatch.setattr(roll_call, "SILENT_S", 0.3)
+    monkeypatch.setattr(roll_call, "UNSEEN_S", 0.3)
     monkeypatch.setattr(roll_call, "BEAT_S", 0.1)
     store, job = dist.HashStore(), job_at("node0", nodes=4)
     if ends == "by itself":

@@ -251,7 +251,7 @@ def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
 
 def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
     began = time.monotonic()
-    variables = {0: {"SILENT_S": "3"}, 1: {"ENDS_EARLY": "1"}}
+    variables = {0: {"UNSEEN_S": "3"}, 1: {"ENDS_EARLY": "1"}}
     ends = SimulatedJob("adds_ranks", 2, "run.dir=run", variables_of=variables).ends()
     assert time.monotonic() - began < 30
     assert ends == [
