@@ -113,7 +113,7 @@ class FailureChannel:
             self._hub.thread.join()
 
     def wait(self) -> NoReturn:
-        """Wait for the end of the job, as a rank beyond its world size, and exit as it ends."""
+        """Exit as the job ends: as a rank beyond its world size, or after rank 0 has failed."""
         self._watcher.join()
         exit_now(1)
 

@@ -505,6 +505,10 @@ def find_word(key: str) -> str:
     return unseal(key, store.get(key))
 
 
+class RankZeroEnds(SystemExit):
+    """Rank 0 failed in a decision, and says why. This rank ends with the same code."""
+
+
 def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
@@ -538,5 +542,5 @@ def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
         store.add(f"readers of {key}", 1)
         if torchrun_serves():
             time.sleep(3)  # torchrun ends rank 0, too, which must first print why
-        raise SystemExit(answer["exit_code"])
+        raise RankZeroEnds(answer["exit_code"])
     return answer["text"]

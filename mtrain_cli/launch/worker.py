@@ -36,7 +36,14 @@ from mtrain_cli.launch.environment import (
 )
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.job import (
+    STORE_TIMEOUT,
+    Job,
+    RankZeroEnds,
+    current_job,
+    decide_on_rank_zero,
+    job_store,
+)
 from mtrain_cli.launch.restart import failure_summary
 from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -167,6 +174,8 @@ def run_in_job(
         if agent_is_gone():
             who = f"rank {job.rank}: its torchrun on {socket.gethostname()} is gone"
             raise RunError(f"{who}, so the run has saved and stopped")
+    except RankZeroEnds:
+        channel.wait()
     except BaseException as error:
         failure = failures.failure_from(error)
         if failure.kind == "error":

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FIRST_S, BEAT_S = 10.0, 2.0
-# A rank may hold the GIL for long, in a cold dlopen or cuInit. torchrun starts all ranks at once, and
-# until they sign in they only import. Others may come later.
+# A rank may hold the GIL for long, in a cold dlopen or cuInit. torchrun starts all ranks at once,
+# and until they sign in they only import. Others may come later.
 UNSEEN_S = 180.0
 _MOST = 8  # most groups of ranks in a line
 _signs_in = False  # whether the ranks of this command sign in

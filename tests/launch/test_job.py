@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -262,6 +263,15 @@ def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
         ),
         (-signal.SIGKILL, ""),
     ]
+
+
+def test_rank_0_that_fails_in_a_decision_shows_its_own_error():
+    variables = {0: {"FAILS_TO_DECIDE": str(errno.EIO)}}
+    job = SimulatedJob("adds_ranks", 3, "run.dir=run", variables_of=variables, late={2: 2.5})
+    ends = job.ends()
+    assert [code for code, _ in ends] == [1, 1, 1]
+    assert ends[0][1].startswith("error: rank 0 failed: OSError: [Errno 5] Input/output error\n")
+    assert [stderr for _, stderr in ends[1:]] == ["", ""]
 
 
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
