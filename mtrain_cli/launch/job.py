@@ -287,7 +287,9 @@ def connect(job: Job, timeout: timedelta) -> Store:
     if not torchrun_serves():
         return store
     # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
-    return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
+    # All ranks have that of the job as started, also if it continues with fewer.
+    size = (_smaller[0] if _smaller else job).world_size
+    return dist.PrefixStore(f"mtrain/{job.restarts}/{size}", store)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -237,6 +238,20 @@ def test_a_program_that_is_no_store_is_not_waited_for(monkeypatch):
         job = Job("slurm", 1, 2, 1, 2, "127.0.0.1", other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"rank 1 cannot reach .* \(another program may lis"):
             jobs.job_store.__wrapped__(job)
+
+
+def test_ranks_that_continue_see_what_those_of_the_whole_job_write_in_the_store_of_torchrun(
+    monkeypatch,
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+    monkeypatch.setattr(jobs, "_smaller", None)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job("torchrun", 0, 4, 0, 2, "127.0.0.1", server.port)
+    jobs.connect(job, timedelta(seconds=5)).set("sign of life", "1")
+    smaller = jobs.continue_on(job, [0, 1])
+    assert jobs.connect(smaller, timedelta(seconds=5)).check(["sign of life"])
+    again = jobs.connect(replace(job, restarts=1), timedelta(seconds=5))
+    assert not again.check(["sign of life"])
 
 
 def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
