@@ -139,7 +139,7 @@ class FailureChannel:
     def _watch(self) -> None:
         """Exit with the code that rank 0 sends, or with 1 if rank 0 is gone."""
         try:
-            clock = self._socket.recv(_CLOCK.size)
+            clock = self._socket.recv(_CLOCK.size, socket.MSG_WAITALL)
             if len(clock) == _CLOCK.size and not self._hub:
                 progress_record.set_clock(*_CLOCK.unpack(clock))
             verdict = self._socket.recv(1)

@@ -148,6 +148,29 @@ def test_a_rank_that_fails_since_rank_0_is_gone_names_rank_0_whichever_it_notice
     assert printed[0] == 0
 
 
+def test_a_clock_that_comes_in_pieces_is_not_taken_for_the_end_of_the_job(monkeypatch):
+    clocks, codes = [], []
+    monkeypatch.setattr(progress_record, "set_clock", lambda *clock: clocks.append(clock))
+    monkeypatch.setattr(failure_channel, "exit_now", codes.append)
+    with socket.create_server(("localhost", 0)) as rank_0:
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+        mine = FailureChannel(
+            replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
+        )
+        connection, _ = rank_0.accept()
+        mine._closing = True  # no line on a rank 0 that is gone
+        clock = failure_channel._CLOCK.pack(1.5e9)
+        connection.sendall(clock[:3])
+        time.sleep(0.2)
+        connection.sendall(clock[3:])
+        time.sleep(0.2)
+        connection.sendall(bytes([7]))
+        mine._watcher.join(10)
+        connection.close()
+    assert (clocks, codes) == ([(1.5e9,)], [7])
+
+
 def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
     monkeypatch.setattr(failure_channel, "VERDICT_WAIT_S", 0.2)
     printed = []
