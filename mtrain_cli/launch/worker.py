@@ -43,6 +43,7 @@ from mtrain_cli.launch.job import (
     current_job,
     decide_on_rank_zero,
     job_store,
+    torchrun_serves,
 )
 from mtrain_cli.launch.restart import failure_summary
 from mtrain_cli.launch.run_dir import RunDir, package_versions
@@ -243,7 +244,8 @@ def _run_target(
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
         # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
-        before = stop_request.end_at(signal.SIGTERM)
+        # Other launchers send it before a time limit: the run stops when all have joined.
+        before = stop_request.end_at(signal.SIGTERM) if torchrun_serves() else None
         dist.init_process_group(
             backend,
             store=store,
@@ -252,7 +254,8 @@ def _run_target(
             timeout=timeout,
             device_id=device,
         )
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

@@ -10,6 +10,8 @@ import time
 from importlib import metadata
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir, worker
@@ -39,6 +41,12 @@ def main() -> None:
         metadata.version = lambda name: other if name == "torch" else version(name)
     if number := os.environ.get("FAILS_TO_DECIDE"):
         worker.package_versions = lambda: _raise(OSError(int(number), os.strerror(int(number))))
+    if "TERM_WHILE_JOINING" in os.environ:
+        join = dist.init_process_group
+        dist.init_process_group = lambda *args, **options: (
+            os.kill(os.getpid(), signal.SIGTERM),
+            join(*args, **options),
+        )[1]
     roll_call.UNSEEN_S = float(os.environ.get("UNSEEN_S", roll_call.UNSEEN_S))
     try:
         roll_call.sign_in()

@@ -320,6 +320,13 @@ def test_a_mistake_of_rank_0_ends_the_others_silently():
     assert ends[1][1] == ""
 
 
+def test_a_job_that_is_preempted_while_its_ranks_join_stops_with_success():
+    variables = {rank: {"TERM_WHILE_JOINING": "1"} for rank in range(2)}
+    job = SimulatedJob("steps_until_stopped", 2, "run.dir=run", variables_of=variables)
+    assert job.ends() == [(0, ""), (0, "")]
+    assert Path("run/stopped-0").exists()
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_makes_all_save_and_stop():
     job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
