@@ -399,7 +399,8 @@ def unclaim(remote: str, folder: Path) -> None:
 
     def remove() -> None:
         with contextlib.suppress(ConfigError, PlaceError, OSError):
-            place, own = RunPlace(remote, folder), (folder / ID).read_bytes()
+            own = (folder / ID).read_bytes()
+            place = RunPlace(remote, folder)
             if place.read(ID) == own and not steps(there := place.files(), complete=False):
                 for name in sorted(there, key=lambda name: name == ID):
                     place.remove(name)

@@ -425,6 +425,13 @@ def test_a_refused_run_removes_no_files_that_are(store, tmp_path, whose):
     assert store.find("/runs") == before
 
 
+def test_a_run_that_claimed_no_place_opens_none(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(run_copy, "RunPlace", lambda *words: opened.append(words))
+    run_copy.unclaim(URL, tmp_path / "night")
+    assert opened == []
+
+
 def test_a_refused_run_does_not_wait_for_a_place_that_hangs(tmp_path, monkeypatch):
     kept, hang = Run(tmp_path / "night"), threading.Event()
     kept.close()
