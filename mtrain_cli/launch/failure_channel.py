@@ -44,6 +44,7 @@ from mtrain_cli.launch.run_status import HEARTBEAT_S
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
+ROLL_CALL_S = 2.0
 LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 # Closes the connection to a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -113,7 +114,7 @@ class FailureChannel:
             self._hub.thread.join()
 
     def wait(self) -> NoReturn:
-        """Wait for the end of the job, as a rank beyond its world size, and exit as it ends."""
+        """Exit as the job ends: as a rank beyond its world size, or after rank 0 has failed."""
         self._watcher.join()
         exit_now(1)
 
@@ -139,7 +140,7 @@ class FailureChannel:
     def _watch(self) -> None:
         """Exit with the code that rank 0 sends, or with 1 if rank 0 is gone."""
         try:
-            clock = self._socket.recv(_CLOCK.size)
+            clock = self._socket.recv(_CLOCK.size, socket.MSG_WAITALL)
             if len(clock) == _CLOCK.size and not self._hub:
                 progress_record.set_clock(*_CLOCK.unpack(clock))
             verdict = self._socket.recv(1)
@@ -193,6 +194,8 @@ class _Hub:
         self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
         self.thread = threading.Thread(target=self._serve, name="failure hub", daemon=True)
         self.thread.start()
+        if roll_calls:  # not in that thread: a store may not answer for minutes
+            threading.Thread(target=self._call_roll, name="roll call", daemon=True).start()
 
     def _serve(self) -> None:
         deadline = None
@@ -202,8 +205,6 @@ class _Hub:
                 self._duties.beat()
                 beaten = time.monotonic()
             self._receive(timeout=0.2)
-            if self._roll_calls:
-                self._call_roll()
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
@@ -216,17 +217,19 @@ class _Hub:
 
     def _call_roll(self) -> None:
         """Name ranks that have not come yet. Note it as a failure if one of them does not come."""
-        missing = sorted(set(range(self._world_size)) - self._greeted)
         try:
-            for call in self._roll_calls if missing else ():
-                call(lambda: missing)
-            if missing:
-                return
+            while self._missing():
+                for call in self._roll_calls:
+                    call(self._missing)
+                time.sleep(ROLL_CALL_S)
         except (ConfigError, RunError) as error:
-            self._failures.append(replace(failures.failure_from(error), rank=missing[0]))
+            if missing := self._missing():
+                self._failures.append(replace(failures.failure_from(error), rank=missing[0]))
         except RuntimeError:
             pass  # the store is gone, as is whoever serves it
-        self._roll_calls = ()
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(self._world_size)) - self._greeted)
 
     def _receive(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):

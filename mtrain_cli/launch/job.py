@@ -287,7 +287,9 @@ def connect(job: Job, timeout: timedelta) -> Store:
     if not torchrun_serves():
         return store
     # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
-    return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
+    # All ranks have that of the job as started, also if it continues with fewer.
+    size = (_smaller[0] if _smaller else job).world_size
+    return dist.PrefixStore(f"mtrain/{job.restarts}/{size}", store)
 
 
 @contextlib.contextmanager
@@ -512,6 +514,10 @@ def find_word(key: str) -> str:
     return unseal(key, store.get(key))
 
 
+class RankZeroEnds(SystemExit):
+    """Rank 0 failed in a decision, and says why. This rank ends with the same code."""
+
+
 def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
@@ -545,5 +551,5 @@ def decide_on_rank_zero(action: Callable[[], str], key: str = "") -> str:
         store.add(f"readers of {key}", 1)
         if torchrun_serves():
             time.sleep(3)  # torchrun ends rank 0, too, which must first print why
-        raise SystemExit(answer["exit_code"])
+        raise RankZeroEnds(answer["exit_code"])
     return answer["text"]

@@ -36,7 +36,15 @@ from mtrain_cli.launch.environment import (
 )
 from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.job import (
+    STORE_TIMEOUT,
+    Job,
+    RankZeroEnds,
+    current_job,
+    decide_on_rank_zero,
+    job_store,
+    torchrun_serves,
+)
 from mtrain_cli.launch.restart import failure_summary
 from mtrain_cli.launch.run_dir import RunDir, package_versions
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -167,6 +175,8 @@ def run_in_job(
         if agent_is_gone():
             who = f"rank {job.rank}: its torchrun on {socket.gethostname()} is gone"
             raise RunError(f"{who}, so the run has saved and stopped")
+    except RankZeroEnds:
+        channel.wait()
     except BaseException as error:
         failure = failures.failure_from(error)
         if failure.kind == "error":
@@ -234,7 +244,8 @@ def _run_target(
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
         # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
-        before = stop_request.end_at(signal.SIGTERM)
+        # Other launchers send it before a time limit: the run stops when all have joined.
+        before = stop_request.end_at(signal.SIGTERM) if torchrun_serves() else None
         dist.init_process_group(
             backend,
             store=store,
@@ -243,7 +254,8 @@ def _run_target(
             timeout=timeout,
             device_id=device,
         )
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

@@ -20,6 +20,7 @@ from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.printable import one_line
 from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.training.batch import describe_targets
@@ -144,7 +145,8 @@ def _announce(
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         now, before = trainer.config.train.fp8, trainer.train_state.earlier_fp8
-        line += f"; train.fp8={now} from here on, train.fp8={before} before" * (now != before)
+        if now != before:
+            line += f"; train.fp8={now} from here on, train.fp8={one_line(before)} before"
         progress.message(line)
 
 

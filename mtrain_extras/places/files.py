@@ -114,8 +114,10 @@ class Place:
         return target
 
 
-def open_place(subject: str, url: str) -> Place:
+def open_place(subject: str, url: str, *, own_client: bool = False) -> Place:
     """Return the place of a URL. subject: begins messages, such as ``data.path=s3://bucket/a``.
+
+    own_client: without it, all places of a kind share a client and its connections.
 
     Raises ConfigError without the package for it, or if the URL is wrong.
     """
@@ -124,7 +126,7 @@ def open_place(subject: str, url: str) -> Place:
     try:
         import fsspec
 
-        fs, path = fsspec.core.url_to_fs(url)
+        fs, path = fsspec.core.url_to_fs(url, skip_instance_cache=own_client)
     except ImportError as error:
         raise ConfigError(f"{subject}: {why(error)}; {install_command('places')}") from error
     except Exception as error:  # each file system raises errors of its own

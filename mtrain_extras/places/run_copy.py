@@ -53,7 +53,7 @@ END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_FAILURE_S = 120.0
 _END_AFTER_ERROR_S = 30.0
 _START_S = 30.0
-_ANSWER_S = 12.0  # for a small file, when training ends; the pauses of `retried` take 9 s at most
+_ANSWER_S = 10.0  # for a small file, when training ends; the pauses of `retried` take 9 s at most
 _MARK = re.compile(r"node-(\d{1,5})-(\d{1,5})")  # first and last rank of a node
 _FILE_OF_RANK = re.compile(r"__(\d+)_.*")
 _NONE = (-1, 0)
@@ -119,7 +119,8 @@ class RunCopy(Callback):
                 self.after_step()
             while self._thread.is_alive() and not problem:
                 # Its package may try for minutes, and a large file may be on its way for longer.
-                problem = self._place.silence(_ANSWER_S)
+                # Of a slow store, one small file may come too late, but not two in a row.
+                problem = self._place.silence(_ANSWER_S) and self._place.silence(_ANSWER_S)
                 left = until - time.monotonic()
                 self._thread.join(0 if problem else min(_QUIET_S, max(0.0, left)))
                 if left <= 0:
@@ -398,7 +399,8 @@ def unclaim(remote: str, folder: Path) -> None:
 
     def remove() -> None:
         with contextlib.suppress(ConfigError, PlaceError, OSError):
-            place, own = RunPlace(remote, folder), (folder / ID).read_bytes()
+            own = (folder / ID).read_bytes()
+            place = RunPlace(remote, folder)
             if place.read(ID) == own and not steps(there := place.files(), complete=False):
                 for name in sorted(there, key=lambda name: name == ID):
                     place.remove(name)

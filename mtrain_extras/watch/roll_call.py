@@ -19,13 +19,14 @@ from mtrain_cli.grouping import grouped, show_spans, spans
 from mtrain_cli.launch import job as jobs
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.guarded_streams import print_error
-from mtrain_cli.launch.progress_record import SILENT_S, own_activity
+from mtrain_cli.launch.progress_record import own_activity
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 FIRST_S, BEAT_S = 10.0, 2.0
-# torchrun starts all ranks at once, and until they sign in they only import. Others may come later.
+# A rank may hold the GIL for long, in a cold dlopen or cuInit. torchrun starts all ranks at once,
+# and until they sign in they only import. Others may come later.
 UNSEEN_S = 180.0
 _MOST = 8  # most groups of ranks in a line
 _signs_in = False  # whether the ranks of this command sign in
@@ -90,10 +91,10 @@ class RollCall:
             sign = jobs.unseal(key, self._store.get(key)) if self._store.check([key]) else ""
             if sign and sign != self._signs.get(rank, ("", 0))[0]:
                 self._signs[rank] = sign, now
-            if sign and now - self._signs[rank][1] > SILENT_S:
+            if sign and now - self._signs[rank][1] > UNSEEN_S:
                 raise RunError(
                     f"rank {rank} on {sign.partition(' ')[2]} is gone: it showed no sign of life "
-                    f"for {SILENT_S:g} s before it met rank 0. See its output."
+                    f"for {UNSEEN_S:g} s before it met rank 0. See its output."
                 )
             if not sign and self._all_start_at_once and now - self._began > UNSEEN_S:
                 raise RunError(

@@ -8,15 +8,22 @@ import socket
 import sys
 import time
 from importlib import metadata
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import run_dir
+from mtrain_cli.launch import run_dir, worker
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank, tell_the_others
 from mtrain_cli.launch.local import launch
 from mtrain_extras.watch import roll_call
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def main() -> None:
@@ -32,7 +39,15 @@ def main() -> None:
     if other := os.environ.get("TORCH_VERSION"):
         version = metadata.version
         metadata.version = lambda name: other if name == "torch" else version(name)
-    roll_call.SILENT_S = float(os.environ.get("SILENT_S", roll_call.SILENT_S))
+    if number := os.environ.get("FAILS_TO_DECIDE"):
+        worker.package_versions = lambda: _raise(OSError(int(number), os.strerror(int(number))))
+    if "TERM_WHILE_JOINING" in os.environ:
+        join = dist.init_process_group
+        dist.init_process_group = lambda *args, **options: (
+            os.kill(os.getpid(), signal.SIGTERM),
+            join(*args, **options),
+        )[1]
+    roll_call.UNSEEN_S = float(os.environ.get("UNSEEN_S", roll_call.UNSEEN_S))
     try:
         roll_call.sign_in()
         if os.environ.get("ENDS_EARLY") == str(job_rank()):

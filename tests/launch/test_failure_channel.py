@@ -148,6 +148,29 @@ def test_a_rank_that_fails_since_rank_0_is_gone_names_rank_0_whichever_it_notice
     assert printed[0] == 0
 
 
+def test_a_clock_that_comes_in_pieces_is_not_taken_for_the_end_of_the_job(monkeypatch):
+    clocks, codes = [], []
+    monkeypatch.setattr(progress_record, "set_clock", lambda *clock: clocks.append(clock))
+    monkeypatch.setattr(failure_channel, "exit_now", codes.append)
+    with socket.create_server(("localhost", 0)) as rank_0:
+        entry = f"{rank_0.getsockname()[1]} token"
+        monkeypatch.setattr(failure_channel, "decide_on_rank_zero", lambda *_: entry)
+        mine = FailureChannel(
+            replace(job_at("127.0.0.1", nodes=1), rank=1), RankZeroDuties(lambda: None)
+        )
+        connection, _ = rank_0.accept()
+        mine._closing = True  # no line on a rank 0 that is gone
+        clock = failure_channel._CLOCK.pack(1.5e9)
+        connection.sendall(clock[:3])
+        time.sleep(0.2)
+        connection.sendall(clock[3:])
+        time.sleep(0.2)
+        connection.sendall(bytes([7]))
+        mine._watcher.join(10)
+        connection.close()
+    assert (clocks, codes) == ([(1.5e9,)], [7])
+
+
 def test_rank_0_is_named_if_it_does_not_answer(monkeypatch):
     monkeypatch.setattr(failure_channel, "VERDICT_WAIT_S", 0.2)
     printed = []
@@ -373,8 +396,9 @@ def test_the_hub_ends_a_job_of_which_a_rank_does_not_come(ends, expected, monkey
     monkeypatch.setattr(failure_channel, "exit_now", exit_now)
     monkeypatch.setattr(failure_channel, "print_cause", lambda cause, _: causes.append(cause))
     monkeypatch.setattr(failure_channel, "FAREWELL_S", 0.1)
-    monkeypatch.setattr(roll_call, "SILENT_S", 0.3)
+    monkeypatch.setattr(roll_call, "UNSEEN_S", 0.3)
     monkeypatch.setattr(roll_call, "BEAT_S", 0.1)
+    monkeypatch.setattr(failure_channel, "ROLL_CALL_S", 0.1)
     store, job = dist.HashStore(), job_at("node0", nodes=4)
     if ends == "by itself":
         jobs._leave_note(replace(job, rank=1), store, ["seq=abc: expected a number"])
@@ -387,6 +411,31 @@ def test_the_hub_ends_a_job_of_which_a_rank_does_not_come(ends, expected, monkey
         hub.thread.join(10)
     assert [cause.message.startswith(expected) for cause in causes] == [True]
     assert codes == [2 if ends == "by itself" else 1]
+
+
+def test_a_store_that_does_not_answer_holds_nothing_up_and_is_asked_every_2_s():
+    asked, answers = [], threading.Event()
+
+    def call(missing):
+        asked.append(missing())
+        answers.wait(20)
+
+    hub = _Hub(2, RankZeroDuties(lambda: None), roll_calls=[call])
+    with connected(hub) as first, connected(hub) as second:
+        first.sendall(f"{hub.token} 0\n".encode())
+        time.sleep(1)
+        for rank, worker in enumerate((first, second)):
+            greeting = f"{hub.token} 1\n" if rank else ""
+            worker.sendall(f'{greeting}{{"done": true}}\n'.encode())
+        hub.thread.join(5)
+    assert not hub.thread.is_alive()
+    answers.set()
+    hub = _Hub(2, RankZeroDuties(lambda: None), roll_calls=[lambda _: asked.append(time.time())])
+    time.sleep(2.5)
+    hub._expected.clear()
+    hub._greeted.update(range(2))  # ends both threads
+    assert len(asked) == 3
+    assert asked[2] - asked[1] >= 2
 
 
 def test_the_user_can_set_the_hubs_port(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -238,6 +240,20 @@ def test_a_program_that_is_no_store_is_not_waited_for(monkeypatch):
             jobs.job_store.__wrapped__(job)
 
 
+def test_ranks_that_continue_see_what_those_of_the_whole_job_write_in_the_store_of_torchrun(
+    monkeypatch,
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+    monkeypatch.setattr(jobs, "_smaller", None)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job("torchrun", 0, 4, 0, 2, "127.0.0.1", server.port)
+    jobs.connect(job, timedelta(seconds=5)).set("sign of life", "1")
+    smaller = jobs.continue_on(job, [0, 1])
+    assert jobs.connect(smaller, timedelta(seconds=5)).check(["sign of life"])
+    again = jobs.connect(replace(job, restarts=1), timedelta(seconds=5))
+    assert not again.check(["sign of life"])
+
+
 def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
     monkeypatch.setattr(jobs, "STORE_TIMEOUT", timedelta(seconds=0.3))
     store = dist.HashStore()
@@ -251,7 +267,7 @@ def test_rank_0_names_the_ranks_that_do_not_come_in_time(monkeypatch):
 
 def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
     began = time.monotonic()
-    variables = {0: {"SILENT_S": "3"}, 1: {"ENDS_EARLY": "1"}}
+    variables = {0: {"UNSEEN_S": "3"}, 1: {"ENDS_EARLY": "1"}}
     ends = SimulatedJob("adds_ranks", 2, "run.dir=run", variables_of=variables).ends()
     assert time.monotonic() - began < 30
     assert ends == [
@@ -262,6 +278,15 @@ def test_rank_0_ends_soon_after_a_rank_was_killed_before_the_meeting():
         ),
         (-signal.SIGKILL, ""),
     ]
+
+
+def test_rank_0_that_fails_in_a_decision_shows_its_own_error():
+    variables = {0: {"FAILS_TO_DECIDE": str(errno.EIO)}}
+    job = SimulatedJob("adds_ranks", 3, "run.dir=run", variables_of=variables, late={2: 2.5})
+    ends = job.ends()
+    assert [code for code, _ in ends] == [1, 1, 1]
+    assert ends[0][1].startswith("error: rank 0 failed: OSError: [Errno 5] Input/output error\n")
+    assert [stderr for _, stderr in ends[1:]] == ["", ""]
 
 
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
@@ -293,6 +318,13 @@ def test_a_mistake_of_rank_0_ends_the_others_silently():
     assert [code for code, _ in ends] == [2, 2], ends
     assert "run: cannot write there" in ends[0][1]
     assert ends[1][1] == ""
+
+
+def test_a_job_that_is_preempted_while_its_ranks_join_stops_with_success():
+    variables = {rank: {"TERM_WHILE_JOINING": "1"} for rank in range(2)}
+    job = SimulatedJob("steps_until_stopped", 2, "run.dir=run", variables_of=variables)
+    assert job.ends() == [(0, ""), (0, "")]
+    assert Path("run/stopped-0").exists()
 
 
 @pytest.mark.slow

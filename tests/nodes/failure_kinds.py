@@ -429,7 +429,7 @@ KINDS: dict[str, Kind] = {
         **_STORE | {"is_clean": False},
     ),
     "an S3 server ends": Kind(
-        3, _end_server, says=_COPY, names_victim=True, within_s=40, ends_within_s=27,
+        3, _end_server, says=_COPY, names_victim=True, within_s=40, ends_within_s=35,
         prepare=(_serve_s3,),
         **_STORE | {"store": "s3://bucket", "loses_machine": False},
     ),

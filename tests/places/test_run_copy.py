@@ -346,6 +346,60 @@ def test_a_store_that_is_slow_or_away_for_a_moment_is_waited_for(store, tmp_path
     assert run.warnings == []
 
 
+def test_an_upload_that_holds_all_connections_of_its_client_is_waited_for(
+    store, tmp_path, monkeypatch
+):
+    uploading, put, cat = {}, MemoryFileSystem.put_file, MemoryFileSystem.cat_file
+
+    def put_file(self, *words, **options):
+        if "step-2" in words[1]:
+            uploading[id(self)] = threading.Event()
+            time.sleep(1)
+            uploading.pop(id(self)).set()
+        return put(self, *words, **options)
+
+    def cat_file(self, *words, **options):
+        if upload := uploading.get(id(self)):
+            upload.wait(20)
+        return cat(self, *words, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 0.2)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.close()
+    assert run.warnings == []
+    assert complete(store) == [2]
+
+
+def test_one_small_file_that_comes_too_late_is_no_reason_to_give_up(store, tmp_path, monkeypatch):
+    asked, uploading = [], threading.Event()
+
+    def upload(_, path):
+        if "step-2" in path:
+            uploading.set()
+            time.sleep(1)
+
+    def answer(*_):
+        if uploading.is_set() and not asked:
+            asked.append(1)
+            time.sleep(0.6)
+
+    recorded(monkeypatch, "put_file", upload)
+    recorded(monkeypatch, "cat_file", answer)
+    monkeypatch.setattr(run_copy, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run_copy, "_ANSWER_S", 0.3)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(uploading.is_set)
+    run.close()
+    assert asked
+    assert run.warnings == []
+    assert complete(store) == [2]
+
+
 def test_a_refused_run_leaves_nothing_at_its_place(store):
     run = run_dir.create(compose([f"run.remote={URL}", "run.name=night"]), [])
     first = Run(run.path)
@@ -369,6 +423,13 @@ def test_a_refused_run_removes_no_files_that_are(store, tmp_path, whose):
         (tmp_path / "night" / run_place.ID).write_text("mine\n")
     run_copy.unclaim(URL, tmp_path / "night")
     assert store.find("/runs") == before
+
+
+def test_a_run_that_claimed_no_place_opens_none(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(run_copy, "RunPlace", lambda *words: opened.append(words))
+    run_copy.unclaim(URL, tmp_path / "night")
+    assert opened == []
 
 
 def test_a_refused_run_does_not_wait_for_a_place_that_hangs(tmp_path, monkeypatch):

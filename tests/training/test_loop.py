@@ -6,7 +6,9 @@ import errno
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gloo
 import numpy as np
@@ -24,8 +26,10 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import read_state
+from mtrain_cli.training import loop
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
+from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.step import NonFiniteError, StepReport, check_finite
 from mtrain_cli.training.trainer import Trainer
 
@@ -145,6 +149,19 @@ def test_a_run_goes_on_with_another_fp8_and_says_so(tmp_path):
     changed = "of step 2; train.fp8=mlp from here on, train.fp8=none before"
     assert [n.partition("checkpoint ")[2] for n in lines] == [changed, "of step 3"]
     assert [m["step"] for m in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_the_fp8_that_a_checkpoint_names_reaches_the_log_on_one_line(tmp_path):
+    trainer = SimpleNamespace(
+        config=compose(SMALL),
+        environment=replace(place(0, 1), restarts=1),  # which shows no banner
+        step=2,
+        train_state=SimpleNamespace(earlier_fp8="\x1b[2Jmlp\nerror: x"),
+    )
+    with TrainingProgress(3, 2, True, log=tmp_path / "log.txt") as progress:
+        loop._announce(trainer, RunDir(tmp_path), progress, True, [], None)
+    (line,) = [n for n in (tmp_path / "log.txt").read_text().splitlines() if "resumed" in n]
+    assert line.endswith(r"train.fp8=none from here on, train.fp8=\x1b[2Jmlp\nerror: x before")
 
 
 def test_a_stop_saves_even_if_the_end_would_not(tmp_path):
