@@ -38,6 +38,17 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
         tensor.copy_(mean.view_as(tensor))
 
 
+class Together:
+    """Messages that arrive together: all have arrived after `wait`."""
+
+    def __init__(self, works: Iterable[dist.Work]) -> None:
+        self._works = [*works]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 def start_all_to_all(
     arriving: Tensor,
     leaving: Tensor,
@@ -46,8 +57,8 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     *,
     blocks: bool = False,
-) -> list[dist.Work]:
-    """Start to exchange rows. ``arriving`` is complete after ``wait()`` of all returned works.
+) -> dist.Work | Together:
+    """Start to exchange rows. ``arriving`` is complete after the returned work's ``wait()``.
 
     On a GPU this is `dist.all_to_all_single` without its checks, which take longer than the call of
     the group: experts send many messages. On a CPU each pair of ranks exchanges messages, and every
@@ -66,17 +77,16 @@ def start_all_to_all(
         )
         parts[rank].copy_(own[rank])
         others = [(rank + k) % ranks for k in range(1, ranks)]
-        return [
-            *(group.recv([parts[peer]], peer, 0) for peer in others[::-1] if len(parts[peer])),
-            *(group.send([own[peer]], peer, 0) for peer in others if len(own[peer])),
-        ]
+        receives = [group.recv([parts[peer]], peer, 0) for peer in others[::-1] if len(parts[peer])]
+        sends = (group.send([own[peer]], peer, 0) for peer in others if len(own[peer]))
+        return Together([*receives, *sends])
     options = dist.AllToAllOptions()
     options.asyncOp = not blocks
     start: Callable[..., dist.Work | None] = getattr(group, "all_to_all_single", None) or (
         group.alltoall_base
     )
     work = start(arriving, leaving, list(receive), list(send), options)
-    return [] if work is None else [work]
+    return Together([]) if work is None else work
 
 
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -64,26 +64,25 @@ class MessageObserver:
 
 
 class Message:
-    """A message to this worker. Without ``works``, it has arrived."""
+    """A message to this worker. Without ``work``, it has arrived."""
 
     def __init__(
         self,
         received: Tensor,
-        works: Sequence[Any] = (),
+        work: Any = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         sent: Tensor | None = None,
     ) -> None:
         # A Work drops its reference to what leaves when any stream waits for it, such as that of
         # `Recorder.watch`. Without this one the allocator could reuse the memory too early.
-        self._received, self._works, self._waiting, self._sent = received, works, waiting, sent
+        self._received, self._work, self._waiting, self._sent = received, work, waiting, sent
 
     def wait(self) -> Tensor:
         """Return what arrived. On a GPU, the current stream waits."""
-        if self._works:
+        if self._work is not None:
             with self._waiting():
-                for work in self._works:
-                    work.wait()
-            self._works, self._sent = (), None
+                self._work.wait()
+            self._work = self._sent = None
         return self._received
 
 
@@ -120,7 +119,7 @@ class TensorGroup:
         with self._posting(own_RW.nbytes) as posted:
             gathered, work = start_all_gather(own_RW, self.size, self.process_group)
             tag = posted(work)
-        return Message(gathered.flatten(0, 1), [work], partial(self.waits, tag), own_RW)
+        return Message(gathered.flatten(0, 1), work, partial(self.waits, tag), own_RW)
 
     def start_scatter(self, parts_SW: Tensor) -> Message:
         """Start to add up the tensors of all workers. Each gets its own rows, ``[R, W]``."""
@@ -128,7 +127,7 @@ class TensorGroup:
         with self._posting(shards[0].nbytes) as posted:
             own, work = start_reduce_scatter(shards, self.process_group)
             tag = posted(work)
-        return Message(own, [work], partial(self.waits, tag), shards)
+        return Message(own, work, partial(self.waits, tag), shards)
 
     def sum(self, parts: Tensor) -> None:
         with self.peer_errors():
@@ -327,8 +326,8 @@ class ExpertGroup:
         arriving = rows.new_empty(sum(receive), width) if into is None else into
         self.received[0] += (len(arriving) - receive[self.rank]) * width * rows.itemsize
         with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
-            works = start_all_to_all(arriving, rows, receive, send, self.process_group)
-        return Message(arriving, works, self._waiting, rows)
+            work = start_all_to_all(arriving, rows, receive, send, self.process_group)
+        return Message(arriving, work, self._waiting, rows)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel import nvtx_ranges
+from mtrain_cli.parallel.collectives import Together
 
 Moment = torch.cuda.Event | float
 
@@ -179,7 +180,7 @@ class Recorder:
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 
-    def watch(self, number: int, works: list[dist.Work]) -> None:
+    def watch(self, number: int, works: Sequence[dist.Work | Together]) -> None:
         """On a GPU, record the end of a transfer, even before the compute stream waits for it."""
         if not self.recording or not self._cuda or number not in self._under_way:
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -25,6 +25,7 @@ from mtrain_cli.attention.partials import Pair
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import (
+    Together,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
@@ -100,7 +101,7 @@ class Transport:
     steps: int
     recorder: Recorder | None = None
     at: int = 0
-    _works: dict[int, list[dist.Work]] = field(default_factory=dict)
+    _works: dict[int, Sequence[dist.Work | Together]] = field(default_factory=dict)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     # Inputs of collectives, until the compute stream has waited. A Work drops its own reference
     # when any stream waits for it (`_posting`, `Recorder.watch`); without this one the allocator
@@ -165,8 +166,8 @@ class Transport:
             assert group is not None
             rows = leaving()
             arrived = rows.new_empty(sum(received), *rows.shape[1:])
-            works = start_all_to_all(arrived, rows, received, sent, group)
-            self._works[transfer.number], self._inputs[transfer.number] = works, rows
+            work = start_all_to_all(arrived, rows, received, sent, group)
+            self._works[transfer.number], self._inputs[transfer.number] = [work], rows
         return rows, arrived
 
     def all_to_all(self, transfer: Transfer, parts: Tensor) -> Tensor:
@@ -178,8 +179,7 @@ class Transport:
             self._while_receiving(transfer.number),
         ):
             assert group is not None
-            for work in start_all_to_all(arrived, parts, (), (), group, blocks=True):
-                work.wait()
+            start_all_to_all(arrived, parts, (), (), group, blocks=True).wait()
         if self.recorder is not None:
             self.recorder.arrived(transfer.number)
         return arrived
@@ -196,17 +196,13 @@ class Transport:
 
     def wait(self, number: int) -> None:
         """Wait for a transfer. With gloo the host waits, with NCCL only the current stream."""
-        works = self._works.pop(number, None)
-        if works is None:
-            return
-        hops = self._transfers[number].to is not None
-        with self.span(WAIT, self._messages.get(number, NOTHING)):
+        works = self._works.pop(number, [])
+        with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
                 # gloo returns one Work for the receive and one for the send, NCCL one for both.
-                sends = hops and at == 1
-                with self._while_sending(number) if sends else self._while_receiving(number):
+                with self._while_sending(number) if at == 1 else self._while_receiving(number):
                     work.wait()
-        if self.recorder is not None:
+        if works and self.recorder is not None:
             self.recorder.arrived(number)
         self._inputs.pop(number, None)
 

@@ -25,6 +25,7 @@ from mtrain_cli.config.documents import replace_text
 from mtrain_cli.launch.environment import ParallelDims, host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import (
+    Together,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
@@ -44,7 +45,7 @@ _MOST_IN_A_ROW = 200
 # or one matrix product (about 20 microseconds).
 _CYCLES_OF_A_MESSAGE, _CYCLES_OF_A_PRODUCT = 300_000, 40_000
 _SMALLEST = 16  # bytes
-Start = Callable[[], list[dist.Work]]
+Start = Callable[[], Sequence[dist.Work | Together]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class _Messages:
         leaving = _ones(self.device, size // others, self.ranks)
         arriving = torch.empty_like(leaving)
         return (
-            lambda: start_all_to_all(arriving, leaving, (), (), self.group),
+            lambda: [start_all_to_all(arriving, leaving, (), (), self.group)],
             leaving[0].nbytes * others,
         )
 
@@ -237,7 +238,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return float(middle), float(low), float(high)
 
 
-def _finish(works: Sequence[dist.Work]) -> None:
+def _finish(works: Sequence[dist.Work | Together]) -> None:
     for work in works:
         work.wait()
 

@@ -10,7 +10,6 @@ fills it has been waited for. Here every transfer first completes all earlier on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,10 +88,9 @@ def install() -> None:
 
     def all_to_all(
         output: torch.Tensor, given: torch.Tensor, *splits: Sequence[int], **_: bool
-    ) -> list[Arrival]:
+    ) -> Arrival:
         arriving, leaving = torch.empty(output.shape, dtype=output.dtype), _to_host(given)
-        first = [_start(work, []) for work in trade(arriving, leaving, *splits)]
-        return [*first, _start(SimpleNamespace(wait=lambda: None), [(output, arriving)])]
+        return _start(trade(arriving, leaving, *splits), [(output, arriving)])
 
     reduce = dist.all_reduce
 

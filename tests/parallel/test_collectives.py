@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gloo
@@ -73,8 +74,7 @@ def rows_between(rank: int, world: int) -> tuple[list[int], list[int], list[int]
     assert group is not None
     equal = torch.empty(world, 1, dtype=torch.int64)
     leaving = (torch.arange(world) + 10 * rank)[:, None]
-    for work in start_all_to_all(equal, leaving, (), (), group, blocks=True):
-        work.wait()
+    start_all_to_all(equal, leaving, (), (), group, blocks=True).wait()
     send, receive = (
         [(2 * a + b) % 4 for a, b in pairs]
         for pairs in ([(rank, b) for b in range(world)], [(a, rank) for a in range(world)])
@@ -84,7 +84,8 @@ def rows_between(rank: int, world: int) -> tuple[list[int], list[int], list[int]
         leaving = torch.repeat_interleave(torch.arange(world), torch.tensor(send))
         arrived.append(torch.empty(sum(receive), 1, dtype=torch.int64))
         rows = (leaving + 10 * rank + first)[:, None]
-        works += start_all_to_all(arrived[-1], rows, receive, send, group)
+        time.sleep(0.2 * rank)  # what comes first has not all come
+        works.append(start_all_to_all(arrived[-1], rows, receive, send, group))
     for work in works:
         work.wait()
     one, two, three = (tensor.flatten().tolist() for tensor in (equal, *arrived))

@@ -215,7 +215,7 @@ def test_a_wait_is_observed():
     group.observer.waiting = waiting
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorGroup, "_ranks", (0, 1))
-        Message(torch.ones(1), [Work()], lambda: group.waits(NOTHING)).wait()
+        Message(torch.ones(1), Work(), lambda: group.waits(NOTHING)).wait()
     assert entered == ["begin", "wait", "end"]
 
 
