@@ -364,7 +364,7 @@ def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[in
 def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
     """Print why the run ended. where: what each worker was doing, one line per worker."""
     if failure.kind == "config":
-        print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
+        print_error("\n".join(f"mtrain: {line}" for line in failure.message.splitlines()))
     else:
         print_error(failures.format_report(failure, None, where))
 

@@ -181,9 +181,9 @@ def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
     ends = job.ends()
     assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False)], ends
     assert ends[0][1].splitlines() == [
-        "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
+        "mtrain: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
         "the same settings.",
-        "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
+        "mtrain: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
         "Start all ranks with the same settings.",
     ]
     assert not Path("run").exists()
@@ -194,7 +194,7 @@ def test_ranks_with_other_versions_end_before_they_wait_for_each_other():
     ends = job.ends()
     assert [code for code, _ in ends] == [2, 2], ends
     assert ends[0][1] == (
-        f"error: torch=9.9: rank 1 on {socket.gethostname()} has this version, rank 0 has 9.8. "
+        f"mtrain: torch=9.9: rank 1 on {socket.gethostname()} has this version, rank 0 has 9.8. "
         "Install the same version on all machines.\n"
     )
     assert ends[1][1] == ""
@@ -307,7 +307,7 @@ def test_rank_0_prints_the_cause_once_and_all_ranks_fail():
 
 def test_a_mistake_that_workers_find_is_printed_once():
     ends = SimulatedJob("all_find_a_mistake", 2, "run.dir=run").ends()
-    assert ends == [(2, "error: data.path=x: too short\nerror: seq=4096: too long\n"), (2, "")]
+    assert ends == [(2, "mtrain: data.path=x: too short\nmtrain: seq=4096: too long\n"), (2, "")]
     assert not Path("run").exists()
 
 

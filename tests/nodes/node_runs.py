@@ -39,7 +39,11 @@ class Ended:
     outputs: list[str]
 
     def errors(self, rank: int) -> list[str]:
-        return [line for line in self.outputs[rank].splitlines() if line.startswith("error:")]
+        return [
+            line
+            for line in self.outputs[rank].splitlines()
+            if line.startswith(("error:", "mtrain:"))
+        ]
 
 
 class RanksError(RuntimeError):
