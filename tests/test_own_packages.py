@@ -82,6 +82,14 @@ IMPORTED = {
         training.hardware training.out_of_memory training.resolution training.run_plan
         training.trainer
     """,
+    "mtrain_extras/validate": """
+        commands.completion commands.options commands.simulate commands.simulate_actions
+        commands.simulate_request config config.cluster config.documents config.exchanges
+        config.schema config.suggest console grouping parallel.exchange_selection parallel.recording
+        records records.analysis records.index_file records.record_files reporting.table
+        reporting.terminal simulation.calibration simulation.calibration_files simulation.prediction
+        simulation.scenario simulation.what_if training.flops training.layout_choice
+    """,
     "mtrain_extras/lora": "config.keys config.schema",
     "mtrain_extras/studies/attention": """
         attention.mask attention.partials commands.options config config.documents config.schema

@@ -46,7 +46,6 @@ from mtrain_cli.simulation.scenario import (
     predict_attention_alone,
     predict_training,
 )
-from mtrain_cli.simulation.validation import digest
 
 _SHOWN = 8  # configurations in the table of a recommendation
 _MOST_POINTS = 5000
@@ -257,7 +256,7 @@ def _write_files(folder: Path, content: dict[str, Any], rows: Sequence[np.ndarra
     record_files.write_summary(folder, content)
     if rows:
         # With the digest of the records in the summary, the summary's digest covers both.
-        content["records_sha256"] = digest(folder / record_files.RECORDS)
+        content["records_sha256"] = record_files.digest(folder / record_files.RECORDS)
         record_files.write_summary(folder, content)
         results = analyse(record_files.open_records(folder))
         content["results"] = [result.to_json() for result in results]
@@ -293,7 +292,8 @@ def _deliver(
     show(console)
     console.print(f"took   {time.perf_counter() - job.started:.1f} s")
     if folder is not None:
-        console.print(f"sha256 {digest(folder / 'summary.json')}  {folder}/summary.json")
+        digest = record_files.digest(folder / record_files.SUMMARY)
+        console.print(f"sha256 {digest}  {folder}/summary.json")
         console.print(f"files  {folder}\ndraw   mtrain report {folder}")
 
 

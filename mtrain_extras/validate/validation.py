@@ -6,7 +6,6 @@ configuration that a run recorded, never its times. The same analysis reads both
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -286,7 +285,9 @@ def open_prediction(folder: Path) -> dict[Key, PredictedCase]:
     if summary.get("kind") != "simulation":
         raise refuse(f"is a {summary.get('kind')}, not a prediction; {writes}")
     expected = summary.get("records_sha256")
-    if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
+    if expected is not None and (
+        not recorded.parts or record_files.digest(recorded.parts[0]) != expected
+    ):
         raise refuse(
             f"{record_files.RECORDS} is not the file written with {record_files.SUMMARY}; predict "
             "again"
@@ -300,11 +301,6 @@ def open_prediction(folder: Path) -> dict[Key, PredictedCase]:
             case, bounds, tuple(of_case.get("remarks", ())), folder, written
         )
     return predictions
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
