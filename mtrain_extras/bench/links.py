@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ from mtrain_cli.parallel.collectives import (
 )
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
-from mtrain_cli.simulation import link_fit
 from mtrain_cli.training.flops import peak_flops
+from mtrain_extras.bench import link_fit
 from mtrain_extras.bench.timing import device_name, measure, median_ms, result_document
 
 TARGET = "mtrain_extras.bench.links:run"
@@ -91,8 +92,9 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
             times += measured
         progress.now("memory, launches")
         # The rank with the median copy bandwidth stands for all.
-        machines = sorted(bench.gather(_machine(bench.device)), key=lambda m: m.copy_gbps)
-        machine = machines[len(machines) // 2]
+        # It travels as a dict: workers do not unpickle classes of other packages.
+        machines = sorted(bench.gather(asdict(_machine(bench.device))), key=itemgetter("copy_gbps"))
+        machine = link_fit.MeasuredMachine(**machines[len(machines) // 2])
     if bench.first:
         _write_results(bench, plan, times, machine, complete=not stopped)
     return stopped
