@@ -16,10 +16,10 @@ IMPORTED = {
     "mtrain_extras/lm_eval": """
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
-        evaluation.cost evaluation.request evaluation.results
-        evaluation.runner grouping inference.engine inference.limits inference.model_source
-        inference.sampling inference.scorer inference.text inference.worker launch.environment
-        parallel.collectives reporting.evaluations reporting.table
+        evaluation.cost evaluation.request evaluation.results evaluation.runner grouping
+        inference.engine inference.limits inference.model_source inference.sampling inference.scorer
+        inference.text inference.worker launch.environment parallel.collectives
+        reporting.evaluations reporting.table
     """,
     "mtrain_extras/live": """
         commands.status commands.train config.documents config.schema launch launch.run_dir

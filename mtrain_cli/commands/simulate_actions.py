@@ -21,7 +21,7 @@ from mtrain_cli.commands import simulate_output as output
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_request import Job
 from mtrain_cli.config.cluster import Cluster, load_cluster
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import digest, json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.console import Console
@@ -256,7 +256,7 @@ def _write_files(folder: Path, content: dict[str, Any], rows: Sequence[np.ndarra
     record_files.write_summary(folder, content)
     if rows:
         # With the digest of the records in the summary, the summary's digest covers both.
-        content["records_sha256"] = record_files.digest(folder / record_files.RECORDS)
+        content["records_sha256"] = digest(folder / record_files.RECORDS)
         record_files.write_summary(folder, content)
         results = analyse(record_files.open_records(folder))
         content["results"] = [result.to_json() for result in results]
@@ -292,8 +292,7 @@ def _deliver(
     show(console)
     console.print(f"took   {time.perf_counter() - job.started:.1f} s")
     if folder is not None:
-        digest = record_files.digest(folder / record_files.SUMMARY)
-        console.print(f"sha256 {digest}  {folder}/summary.json")
+        console.print(f"sha256 {digest(folder / 'summary.json')}  {folder}/summary.json")
         console.print(f"files  {folder}\ndraw   mtrain report {folder}")
 
 

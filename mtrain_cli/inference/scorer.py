@@ -26,6 +26,7 @@ from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroups
 from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 
@@ -151,10 +152,3 @@ def attention_of(
         return out
 
     return attend
-
-
-def device_of(environment: Environment) -> torch.device:
-    """Return the device of this worker."""
-    if environment.device == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -25,6 +25,7 @@ from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.attention_memory import column_width
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
@@ -164,11 +165,7 @@ class Bench:
         self.config, self.run_dir, self.environment = config, run_dir, environment
         self.first = environment.rank == 0
         timeout = timedelta(seconds=config.topology.timeout_s)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if environment.device == "cuda"
-            else torch.device("cpu")
-        )
+        self.device = device_of(environment)
         self.host_group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         )

@@ -7,7 +7,6 @@ simulation writes rows with the same columns.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -256,12 +255,6 @@ def write_summary(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, **document}, indent=1)
     replace_text(folder / SUMMARY, f"{text}\n")
-
-
-def digest(path: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_records(folder: Path) -> RecordedFolder:

@@ -34,6 +34,7 @@ from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.callback import SpikeWatch
 from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
 from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
@@ -51,9 +52,7 @@ class Worker:
 
     def __init__(self, config: Config, environment: Environment) -> None:
         self.environment, dims = environment, environment.dims
-        self.device = torch.device("cpu")
-        if environment.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device_of(environment)
         torch.manual_seed(config.seed)
         if config.train.deterministic:
             # cuBLAS is deterministic only with a workspace per stream. It reads this variable

@@ -17,7 +17,7 @@ from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_actions import new_folder
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import digest, json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import find_shipped
 from mtrain_cli.console import Console
@@ -89,7 +89,7 @@ def validate(
             "predictions": [
                 {
                     "folder": str(path),
-                    "sha256": record_files.digest(path.expanduser() / record_files.SUMMARY),
+                    "sha256": digest(path.expanduser() / record_files.SUMMARY),
                 }
                 for path in predictions
             ],

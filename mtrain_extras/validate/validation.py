@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.documents import digest
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
 from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
@@ -285,9 +286,7 @@ def open_prediction(folder: Path) -> dict[Key, PredictedCase]:
     if summary.get("kind") != "simulation":
         raise refuse(f"is a {summary.get('kind')}, not a prediction; {writes}")
     expected = summary.get("records_sha256")
-    if expected is not None and (
-        not recorded.parts or record_files.digest(recorded.parts[0]) != expected
-    ):
+    if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
         raise refuse(
             f"{record_files.RECORDS} is not the file written with {record_files.SUMMARY}; predict "
             "again"
