@@ -16,10 +16,10 @@ IMPORTED = {
     "mtrain_extras/lm_eval": """
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
-        evaluation.cost evaluation.request evaluation.results
-        evaluation.runner grouping inference.engine inference.limits inference.model_source
-        inference.sampling inference.scorer inference.text inference.worker launch.environment
-        parallel.collectives reporting.evaluations reporting.table
+        evaluation.cost evaluation.request evaluation.results evaluation.runner grouping
+        inference.engine inference.limits inference.model_source inference.sampling inference.scorer
+        inference.text inference.worker launch.environment parallel.collectives
+        reporting.evaluations reporting.table
     """,
     "mtrain_extras/live": """
         commands.status commands.train config.documents config.schema launch launch.run_dir
@@ -71,16 +71,24 @@ IMPORTED = {
         attention.index attention.kernel attention.kernel_registry attention.mask
         attention.mask_rule attention.mask_tables attention.named_masks attention.tiles
         commands.completion commands.options commands.profile commands.train composition.compose
-        config.documents config.mask_settings config.schema config.sizes console launch
-        launch.environment launch.failures launch.local launch.temporary_folders model.decoder
-        model.parallelize model.rope parallel parallel.collectives parallel.context_attention
-        parallel.mesh parallel.recording printable profiling.diagnosis profiling.measurement
-        profiling.record_collector records records.expert_loads records.metrics
-        records.step_breakdown reporting.step_tables reporting.table reporting.terminal simulation
-        simulation.calibration simulation.calibration_files simulation.non_attention_cost
-        simulation.work_counts sparsity.fixed sparsity.pattern training.dry_run training.flops
-        training.hardware training.out_of_memory training.resolution training.run_plan
-        training.trainer
+        config.cluster config.documents config.mask_settings config.schema config.sizes console
+        grouping launch launch.environment launch.failures launch.local launch.temporary_folders
+        model.decoder model.parallelize model.rope parallel parallel.collectives
+        parallel.context_attention parallel.mesh parallel.profiler_labels parallel.recording
+        printable profiling.diagnosis profiling.measurement profiling.record_collector records
+        records.expert_loads records.metrics reporting.step_tables reporting.table
+        reporting.terminal simulation.calibration simulation.calibration_files
+        simulation.non_attention_cost simulation.work_counts sparsity.fixed sparsity.pattern
+        training.dry_run training.flops training.hardware training.out_of_memory training.resolution
+        training.run_plan training.trainer
+    """,
+    "mtrain_extras/validate": """
+        commands.completion commands.options commands.simulate commands.simulate_actions
+        commands.simulate_request config config.cluster config.documents config.exchanges
+        config.schema config.suggest console grouping parallel.exchange_selection parallel.recording
+        records records.analysis records.index_file records.record_files reporting.table
+        reporting.terminal simulation.calibration simulation.calibration_files simulation.prediction
+        simulation.scenario simulation.what_if training.flops training.layout_choice
     """,
     "mtrain_extras/lora": "config.keys config.schema",
     "mtrain_extras/studies/attention": """

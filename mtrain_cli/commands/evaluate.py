@@ -350,7 +350,7 @@ def _check_samples(request: EvaluationRequest, source: ModelSource) -> list[str]
     from mtrain_cli.inference.limits import require_hidden_labels, require_known_ids
     from mtrain_cli.inference.text import open_codec
 
-    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    codec = open_codec(source, request.tokenizer)
     measurement = open_measurement(request, source, codec)
     require_hidden_labels(source.config, "this evaluation")
     tokenizer, vocabulary = tokenizer_text(request, source), source.config.model.vocab_size

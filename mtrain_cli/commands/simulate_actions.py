@@ -21,7 +21,7 @@ from mtrain_cli.commands import simulate_output as output
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_request import Job
 from mtrain_cli.config.cluster import Cluster, load_cluster
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import digest, json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.console import Console
@@ -46,7 +46,6 @@ from mtrain_cli.simulation.scenario import (
     predict_attention_alone,
     predict_training,
 )
-from mtrain_cli.simulation.validation import digest
 
 _SHOWN = 8  # configurations in the table of a recommendation
 _MOST_POINTS = 5000

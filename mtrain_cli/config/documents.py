@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -201,6 +202,12 @@ def _shown(value: Any) -> str:
     except (ValueError, TypeError, RecursionError):
         text = "..."
     return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # --- files that change atomically -----

@@ -152,6 +152,12 @@ def tensor_problems(config: Config) -> Iterator[str]:
     yield from unsupported(config, "topology.tensor_parallel", NEED_WHOLE_LAYERS)
 
 
+def splits_layers(config: Config, degree: int, per_node: int) -> bool:
+    """Return whether tensor groups of this degree divide a node and can share the layers."""
+    changed = config.changed(topology={"tensor_parallel": degree})
+    return per_node % degree == 0 and not any(tensor_problems(changed))
+
+
 def _pipeline(config: Config) -> Iterator[str]:
     topology, layers = config.topology, config.model.num_layers
     stages, parts = topology.pipeline_parallel, topology.virtual_stages

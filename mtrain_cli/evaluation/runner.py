@@ -102,8 +102,7 @@ class Evaluation:
         pairs = list(zip(request.attentions, typed, strict=True))
         self.settings = [Setting(weights, *pair) for weights in request.weights for pair in pairs]
         self.source = self.settings[0].source()
-        given = None if request.tokenizer is None else Path(request.tokenizer)
-        self.codec = open_codec(self.source, given) if codec is None else codec
+        self.codec = open_codec(self.source, request.tokenizer) if codec is None else codec
 
     def open_folder(self) -> ResultsFolder:
         folder = ResultsFolder.open(Path(self.request.out), self.request.model)

@@ -27,7 +27,7 @@ from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.inference.scorer import Scorer, attention_of, device_of
+from mtrain_cli.inference.scorer import Scorer, attention_of
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.collectives import all_gather
@@ -36,6 +36,7 @@ from mtrain_cli.parallel.layer_groups import TensorGroup, make_tensor_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import TENSOR, ContextGroup, make_parameter_mesh
 from mtrain_cli.sparsity.pattern import learned_state
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"

@@ -32,7 +32,6 @@ _SCORE_BYTES = 8  # of a logit, in float64
 # allows. Measured under every pattern: at most 5.4, and 1.8 without one.
 _BY_INDEX, _DENSE_CALL = 6, 2
 _LEAST_ROWS = 16  # of a CPU call
-_MOST_OF_16_BITS = 32767
 
 Bytes = tuple[int, int]  # kept from layer to layer; temporary, while a layer computes attention
 
@@ -178,9 +177,7 @@ class AttentionNeed:
             # end.
             return index.kept * len(config.pattern_layers), derived
         if kernel == "triton":
-            small = index.blocks <= _MOST_OF_16_BITS and not index.starts
-            number = 2 if small else 4
-            derived += number * index.pairs_of_blocks(layout.tokens_per_worker, layout.padded_seq)
+            derived += index.listed_pairs(layout.tokens_per_worker, layout.padded_seq)
         return 0, index.kept + derived
 
     def kernel(self, queries: int, keys: int) -> Bytes:

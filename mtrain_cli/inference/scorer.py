@@ -22,11 +22,11 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_chosen_exchange
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroups
 from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 
@@ -50,22 +50,9 @@ class Scorer:
         self.config, self.environment, self.tensor = config, environment, tensor
         self.device = device_of(environment)
         self.choices: ResolvedRun = resolve_run(config, environment)
-        self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
-        self.group = self._context_group(self.choices.exchange)
-
-    def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
-        """Return the communicators of an exchange. Exchanges with equal needs share them."""
-        environment = self.environment
-        if environment.dims.workers == 1:
-            return ContextGroup.alone()
-        key = exchange.per_node, exchange.heads, tuple(exchange.channels)
-        if key not in self._groups:
-            self._groups[key] = make_context_group(
-                environment.rank, environment.dims, self.device,
-                timedelta(seconds=self.config.topology.timeout_s),
-                per_node=exchange.per_node, heads=exchange.heads, channels=exchange.channels,
-            )  # fmt: skip
-        return self._groups[key]
+        timeout = timedelta(seconds=config.topology.timeout_s)
+        self._groups = ContextGroups(environment.rank, environment.dims, timeout)
+        self.group = self._groups.of(self.choices.exchange, self.device)
 
     def _config_for(self, tokens: int) -> Config:
         """Return the configuration for a prompt of ``tokens``, which are at most a whole prefix."""
@@ -81,7 +68,7 @@ class Scorer:
         config = self._config_for(len(ids))
         # The pattern does not depend on the length, and holds what it has learned.
         choices = replace(resolve_run(config, self.environment), pattern=self.choices.pattern)
-        group = self._context_group(choices.exchange)
+        group = self._groups.of(choices.exchange, self.device)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
         rule = MaskRule.of(config)
         if documents is not None:
@@ -165,10 +152,3 @@ def attention_of(
         return out
 
     return attend
-
-
-def device_of(environment: Environment) -> torch.device:
-    """Return the device of this worker."""
-    if environment.device == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

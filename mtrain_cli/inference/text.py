@@ -101,9 +101,10 @@ class TextCodec:
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int64))
 
 
-def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
+def open_codec(source: ModelSource, folder: str | Path | None = None) -> TextCodec:
     """Open the tokenizer of a model, or that of a folder. Raises ConfigError if it is damaged."""
     if folder is not None:
+        folder = Path(folder)
         given = cli_option("tokenizer", folder)
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"

@@ -149,7 +149,7 @@ def answer(
     longest = max(map(len, request.prompts))
     # Before the weights are read, which takes time.
     MemoryNeed.of(config, environment).require_fit(longest, request.max_new, environment.device)
-    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    codec = open_codec(source, request.tokenizer)
     first, generated = environment.rank == 0, 0
     printer = AnswerPrinter(codec, len(request.prompts), as_json=request.as_json)
 

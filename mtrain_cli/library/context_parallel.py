@@ -49,9 +49,8 @@ from mtrain_cli.library.slices import Slices, read_slices
 from mtrain_cli.parallel.collectives import all_gather, average
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan, make_chosen_exchange
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroups
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.sparsity.pattern import LearningPattern, Pattern, learning, make_pattern
 from mtrain_cli.training.batch import unseen_labels
@@ -112,7 +111,8 @@ class ContextParallel:
         per_node = self.environment.context_per_node
         self._layout = choose_layout(config, len(processes.ranks), per_node)
         self._engines: dict[tuple[Any, ...], _Engine] = {}
-        self._groups: dict[tuple[Any, ...], ContextGroup] = {}
+        timeout = timedelta(seconds=config.topology.timeout_s)
+        self._groups = ContextGroups(processes.rank, processes.groups, timeout)
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
         self.pattern = make_pattern(config.sparsity, config.seed)
@@ -490,7 +490,7 @@ class ContextParallel:
         exchange = choices.exchange
         dense = choices.dense_kernel or (choices.kernel, "")
         return _Engine(
-            make_chosen_exchange(exchange, self._layout.layout, self._group(exchange, device)),
+            make_chosen_exchange(exchange, self._layout.layout, self._groups.of(exchange, device)),
             choices.kernel,
             dense[0],
             self.pattern,
@@ -498,18 +498,6 @@ class ContextParallel:
             config,
             choices,
         )
-
-    def _group(self, exchange: ExchangeChoice, device: torch.device) -> ContextGroup:
-        if len(self.processes.ranks) == 1:
-            return ContextGroup.alone()
-        key = exchange.per_node, exchange.heads, tuple(exchange.channels), device
-        if key not in self._groups:
-            self._groups[key] = make_context_group(
-                self.processes.rank, self.processes.groups, device,
-                timedelta(seconds=self.config.topology.timeout_s),
-                per_node=exchange.per_node, heads=exchange.heads, channels=exchange.channels,
-            )  # fmt: skip
-        return self._groups[key]
 
     def plan(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.attention.named_masks import CAUSAL
-from mtrain_cli.config.documents import reason
+from mtrain_cli.config.documents import digest, reason
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
@@ -271,8 +270,8 @@ def verify_sums(folder: Path, part: int = 0, parts: int = 1) -> None:
     expected = {match[2]: match[1] for match in found if match and plain_name(match[2])}
     if len(expected) < len(lines):
         raise ConfigError(f"{sums}: has a line that is not a checksum and a file of the folder")
-    for name, digest in _digests(folder, sorted(expected)[part::parts]):
-        if digest != expected[name]:
+    for name, checksum in _digests(folder, sorted(expected)[part::parts]):
+        if checksum != expected[name]:
             raise ConfigError(
                 f"{folder / name}: has changed since the export, as its sha256 in {SUMS} "
                 f"shows. Copy it again. If you changed it yourself, delete its line in {SUMS}."
@@ -352,7 +351,7 @@ def writing(path: Path) -> Iterator[Path]:
         partial_folder.mkdir(parents=True)
         yield partial_folder
         names = sorted(file.name for file in partial_folder.iterdir())
-        lines = [f"{digest}  {name}\n" for name, digest in _digests(partial_folder, names)]
+        lines = [f"{checksum}  {name}\n" for name, checksum in _digests(partial_folder, names)]
         (partial_folder / SUMS).write_text("".join(lines), encoding="utf-8")
         if path.exists():
             path.rmdir()
@@ -399,10 +398,9 @@ def _write_weights(
 def _digests(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
     """Return name and sha256 of files; "" if a file is missing."""
 
-    def digest(name: str) -> str:
+    def of_file(name: str) -> str:
         try:
-            with (folder / name).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return digest(folder / name)
         except FileNotFoundError:
             return ""
         except OSError as error:
@@ -411,7 +409,7 @@ def _digests(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
             ) from None
 
     with ThreadPoolExecutor() as pool:
-        return list(zip(names, pool.map(digest, names), strict=True))
+        return list(zip(names, pool.map(of_file, names), strict=True))
 
 
 def _groups(

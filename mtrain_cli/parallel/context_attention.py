@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from mtrain_cli.parallel.recording import (
     Moment,
     Recorder,
     elapsed,
+    moment,
 )
 from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
@@ -88,7 +88,7 @@ class DynamicIndex:
     def of(self, layer: int, q: Tensor, k: Tensor, recorder: Recorder | None = None) -> Index:
         """Return the index of a layer. Only the first call for a layer estimates the index."""
         if layer not in self.kept:
-            started = _now(q.device)
+            started = moment(q.device)
             if recorder is not None and recorder.recording:
                 span = recorder.span(INDEX, -1)
             else:
@@ -109,7 +109,7 @@ class DynamicIndex:
                     workers = self.masked.group.size
                     assert isinstance(index, BlockBitmap)
                     index = gather_rows(index, self.masked) if self.foreign_queries else index
-            ended = _now(q.device)
+            ended = moment(q.device)
             self.kept[layer] = index
             if self.estimated is not None:
                 self.estimated[layer] = index
@@ -133,14 +133,6 @@ class DynamicIndex:
                 counts = lines.counts(self.masked.tables).parts(len(batch))
                 for i, of_layer in zip(batch, counts, strict=True):
                     self.records[i] = replace(self.records[i], counts_or_index=of_layer)
-
-
-def _now(device: torch.device) -> Moment:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass(frozen=True)

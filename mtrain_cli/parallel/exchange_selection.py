@@ -17,6 +17,7 @@ from mtrain_cli.config.exchanges import (
     exchange_name,
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.config.sizes import format_bytes
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.gather import most_stages
 from mtrain_cli.parallel.lowering import lower
@@ -292,7 +293,7 @@ def _fastest(
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
     # If the user sets the number of parts, use all_gather in these parts.
     gathers = size <= _GATHER_SHARE * needs.memory or (given or 1) > 1
-    name, at_once = exchange_name(gathers=gathers, hierarchical=across), _format_bytes(size)
+    name, at_once = exchange_name(gathers=gathers, hierarchical=across), format_bytes(size)
     if gathers:
         return name, f"{calls}; gathered KV and dKV take {at_once} at once{nodes}"
     most = f"{_GATHER_SHARE:.0%} of {needs.memory / 2**30:.0f} GiB"
@@ -387,7 +388,3 @@ def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:
     if needs.columns is None:
         return False
     return 2 * needs.heads * needs.columns < (needs.workers - 1) * needs.shard * needs.kv_heads
-
-
-def _format_bytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

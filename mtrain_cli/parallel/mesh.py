@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.schedule import CONTEXT, GRADIENTS, HEADS, INNER, OUTER
 
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+
 Channel = tuple[str, bool]  # (channel of a schedule, whether it carries gradients)
 WHOLE: Channel = ("whole", False)
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The workers that share one sequence, from the view of one worker.
+    """The workers that share one sequence, from the view of one worker; by default it is alone.
 
     channels: communicators. Each channel of the exchange has one communicator for data and one for
         gradients, so that neither queues behind the other.
@@ -27,8 +31,8 @@ class ContextGroup:
     exchange: the ranks that hold this rank's heads; None if all ranks of the group do.
     """
 
-    rank: int
-    ranks: tuple[int, ...]
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
     per_node: int = 1
     channels: dict[Channel, dist.ProcessGroup] = field(default_factory=dict, repr=False)
     heads: int = 1
@@ -51,10 +55,6 @@ class ContextGroup:
     def channel(self, name: str, payload: str) -> dist.ProcessGroup:
         group = self if name == HEADS else self.same_heads
         return group.channels[name, payload in GRADIENTS]
-
-    @staticmethod
-    def alone() -> ContextGroup:
-        return ContextGroup(0, (0,))
 
 
 def make_context_group(
@@ -102,6 +102,28 @@ def make_context_group(
         group = ContextGroup(place, ranks, per_node, {**whole, **head_groups}, heads, exchange)
     connect_all([*group.channels.values(), *(groups.values() if heads > 1 else ())], device)
     return group
+
+
+class ContextGroups:
+    """This rank's context groups. Exchanges with equal needs share one.
+
+    Arguments and collective calls are those of `make_context_group`.
+    """
+
+    def __init__(
+        self, rank: int, dims: ParallelDims | Sequence[tuple[int, ...]], timeout: timedelta
+    ) -> None:
+        self._rank, self._dims, self._timeout = rank, dims, timeout
+        self._made: dict[tuple[object, ...], ContextGroup] = {}
+
+    def of(self, choice: ExchangeChoice, device: torch.device) -> ContextGroup:
+        needs = choice.per_node, choice.heads, choice.channels, device
+        if needs not in self._made:
+            self._made[needs] = make_context_group(
+                self._rank, self._dims, device, self._timeout,
+                per_node=choice.per_node, heads=choice.heads, channels=choice.channels,
+            )  # fmt: skip
+        return self._made[needs]
 
 
 def connect_all(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:

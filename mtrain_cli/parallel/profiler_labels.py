@@ -16,6 +16,9 @@ ATTENTION, INDEX, LOSS, OPTIMIZER = "attention", "index", "loss", "optimizer"
 ROUTER, EXPERTS, MESSAGE = "router", "experts", "message"
 # STEP: a whole step. CLOSING: the wait for the device that the measurement adds to it.
 STEP, CLOSING = "step", "closing"
+# Parts of a step without a label: messages that nothing hides, waits for other ranks, and the rest
+# of a GPU's or of a CPU's time.
+LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -290,6 +290,15 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
     return [*left, replace(span, start=at, seconds=end - at)]
 
 
+def moment(device: torch.device) -> Moment:
+    """Return a new event on the current stream. On a CPU, return the time in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def elapsed(began: Any, ended: Any) -> float:
     """Return the seconds between two moments, which must have passed on a GPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

@@ -51,7 +51,7 @@ def train_and_record(bench: Bench, plan: MeasurementPlan) -> bool:
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         progress.now("preparing")
         trainer = Trainer(plan.cases[0][1], bench.environment)
-        bench.adopt(trainer.choices, trainer.exchange.group)
+        bench.groups = trainer.worker.groups  # cases use the run's communicators
         dealt = expert_workers(trainer)
         cases = [replace(case, expert_parallel=dealt) for case in bench.cases(plan)]
         writer = ProfileWriter(plan, bench, cases)

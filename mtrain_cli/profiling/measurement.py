@@ -15,16 +15,17 @@ import torch.distributed as dist
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment, ParallelDims
+from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroups
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.attention_memory import column_width
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
@@ -163,30 +164,22 @@ class Bench:
     ) -> None:
         self.config, self.run_dir, self.environment = config, run_dir, environment
         self.first = environment.rank == 0
-        self._timeout = timedelta(seconds=config.topology.timeout_s)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if environment.device == "cuda"
-            else torch.device("cpu")
-        )
+        timeout = timedelta(seconds=config.topology.timeout_s)
+        self.device = device_of(environment)
         self.host_group = (
-            dist.new_group(backend="gloo", timeout=self._timeout) if dist.is_initialized() else None
+            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         )
         rank = environment.rank if ranks is None else ranks[environment.rank]
         self.collector = RecordCollector(
             rank, environment.dims.workers, self.device, self.host_group, ranks
         )
         self.stop = StopFlag(run_dir)
-        self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
+        self.groups = ContextGroups(environment.rank, environment.dims, timeout)
 
     def facts(self) -> dict[str, Any]:
         """Return the content of environment.json, if it is there."""
         file = self.run_dir.environment
         return json.loads(file.read_text()) if file.exists() else {}
-
-    def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Use the communicators of ``group``, made for ``choices``, for cases with equal ones."""
-        self._groups[_kind(choices)] = group
 
     def cases(self, plan: MeasurementPlan) -> list[MeasurementCase]:
         """Resolve the plan's configurations. In labels, what ``auto`` chose replaces ``auto``."""
@@ -195,22 +188,10 @@ class Bench:
             choices = resolve_run(config, self.environment)
             chosen = {1: choices.layout.name, 2: choices.exchange.label}
             words = [chosen.get(i, w) if w == "auto" else w for i, w in enumerate(label.split())]
-            exchange = self._exchange(choices)
+            group = self.groups.of(choices.exchange, self.device)
+            exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
             cases.append(MeasurementCase(number, " ".join(words), config, choices, exchange))
         return cases
-
-    def context_group(self, dims: ParallelDims | None = None, **options: Any) -> ContextGroup:
-        """Make this worker's context group. dims: replace those of the environment."""
-        e = self.environment
-        return make_context_group(e.rank, dims or e.dims, self.device, self._timeout, **options)
-
-    def _exchange(self, choices: ResolvedRun) -> Exchange:
-        chosen, key = choices.exchange, _kind(choices)
-        if key not in self._groups:
-            self._groups[key] = self.context_group(
-                per_node=chosen.per_node, heads=chosen.heads, channels=chosen.channels
-            )
-        return make_chosen_exchange(chosen, choices.layout, self._groups[key])
 
     def synchronize(self) -> None:
         """Wait for all workers. On a GPU, also wait for an all-reduce between the devices."""
@@ -264,11 +245,6 @@ def entry_point(
         return run
 
     return decorate
-
-
-def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    chosen = choices.exchange
-    return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def rotated(items: Sequence[T], sample: int) -> list[T]:

@@ -10,8 +10,8 @@ from html import escape
 from operator import itemgetter
 from typing import Any
 
+from mtrain_cli.parallel.profiler_labels import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.records.metrics import sound_mfu
-from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.table import (

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
 import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.exchanges import ULYSSES, exchange_name
+from mtrain_cli.config.parallel_checks import splits_layers
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
@@ -140,16 +141,11 @@ def _limit(method: Method, config: Config, per_node: int) -> tuple[str, Callable
     model = config.model
     heads = f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
     blocks = config.seq // config.topology.block_size // (2 if "zigzag" in method.name else 1)
-
-    def splits_products(degree: int) -> bool:
-        changed = config.changed(topology={_TENSOR: degree})
-        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
-
     if not method.degree:
         return "sequences per step", lambda degree: degree == 1
     if method.degree == _TENSOR:
         mlp = f"MLP of {model.intermediate_size:,}, {per_node} GPUs of a node"
-        return f"{heads}, {mlp}", splits_products
+        return f"{heads}, {mlp}", partial(splits_layers, config, per_node=per_node)
     if method.degree == _PIPELINE:
         return f"{model.num_layers} layers", lambda degree: degree <= model.num_layers
     if method.name == "Ulysses":

@@ -410,9 +410,5 @@ def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
     config, given = scenario.config, scenario.config.topology.tensor_parallel
     if given > 1 or scenario.sets("topology.tensor_parallel"):
         return [given]
-
-    def possible(degree: int) -> bool:
-        changed = config.changed(topology={"tensor_parallel": degree})
-        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
-
-    return list(filter(possible, range(1, per_node + 1)))
+    degrees = range(1, per_node + 1)
+    return [n for n in degrees if parallel_checks.splits_layers(config, n, per_node)]

@@ -138,9 +138,13 @@ class IndexShape:
 
     # The tokens of the following are those of a call, summed over sequences.
 
-    def pairs_of_blocks(self, queries: int, keys: int) -> int:
-        """Count the pairs of a query block and a key block in a call, over owners and sequences."""
-        return self.sequences * self.owners * self._blocks_of(queries) * self._blocks_of(keys)
+    def listed_pairs(self, queries: int, keys: int) -> int:
+        """Return the bytes of a list of a call's pairs of query block and key block, for Triton.
+
+        The list has the pairs of all owners and sequences, in 16 bits each if they suffice.
+        """
+        pairs = self.sequences * self.owners * self._blocks_of(queries) * self._blocks_of(keys)
+        return pairs * (2 if self.blocks <= _MOST_OF_16_BITS and not self.starts else 4)
 
     def listed(self, queries: int, keys: int) -> int:
         """Count the entries of a call's lists of query blocks, one list per key block and head."""
@@ -477,9 +481,7 @@ def kernel_backward(
     if kernel == "triton":  # lse and delta; the buffers of the columns, or the lists of a bitmap
         lists = 0
         if index is not None and index.bitmap:
-            small = index.blocks <= _MOST_OF_16_BITS and not index.starts
-            bytes_each = 4 if small else 8
-            lists = bytes_each * index.pairs_of_blocks(queries, keys)
+            lists = 2 * index.listed_pairs(queries, keys)  # by query block and by key block
         blocks = 2 * statistics + lists
         return KernelBuffers(4, blocks + columns, blocks, columns)
     scores = 3 * 8 * queries * keys * model.num_heads  # three float64 matrices

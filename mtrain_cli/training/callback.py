@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from mtrain_cli.parallel.recording import Moment, elapsed, moment
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Attend
@@ -271,13 +273,12 @@ class ComputeTimer(Callback):
         layers: by number, already sharded by FSDP, so that these hooks run after those of FSDP.
         most: number of layers of the worker with the fewest. All workers time as many.
         """
-        self._cuda = device.type == "cuda"
+        self._device = device
         count, numbers = min(LAYERS, len(layers), most), list(layers)
         self._chosen = sorted({numbers[len(layers) * n // count] for n in range(count)})
-        # Times on a CPU, events on a GPU.
-        self._began: dict[int, Any] = {}
-        self._spans: dict[int, tuple[Any, Any]] = {}
-        self._waits: list[tuple[Any, Any]] = []  # of timed layers, for their tensor group
+        self._began: dict[int, Moment] = {}
+        self._spans: dict[int, tuple[Moment, Moment]] = {}
+        self._waits: list[tuple[Moment, Moment]] = []  # of timed layers, for their tensor group
         self._running = False  # whether a timed layer runs the timed part
         for index in self._chosen:
             layers[index].register_forward_hook(self._layer_hook(index))
@@ -285,7 +286,7 @@ class ComputeTimer(Callback):
     def before_step(self) -> None:
         """Read the times of the previous step. The device must have finished that step."""
         complete = len(self._spans) == len(self._chosen)
-        timed = sum(map(_seconds, self._spans.values())) - sum(map(_seconds, self._waits))
+        timed = sum(starmap(elapsed, self._spans.values())) - sum(starmap(elapsed, self._waits))
         self.seconds = timed if complete else 0.0
         self._began, self._spans, self._waits, self._running = {}, {}, [], False
 
@@ -295,18 +296,11 @@ class ComputeTimer(Callback):
         if not self._running:
             yield
             return
-        began = self._now()
+        began = moment(self._device)
         try:
             yield
         finally:
-            self._waits.append((began, self._now()))
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._waits.append((began, moment(self._device)))
 
     def wrap_attention(self, _batch: Batch, attend: Attend) -> Attend:
         """Return a function that calls `attend` and marks the end of a timed layer's attention."""
@@ -315,7 +309,7 @@ class ComputeTimer(Callback):
             out = attend(q, k, v, layer, *sinks)
             # Later micro-batches and recomputation call attention again. Time only the first call.
             if layer not in self._began and layer in self._chosen:
-                self._began[layer], self._running = self._now(), True
+                self._began[layer], self._running = moment(self._device), True
             return out
 
         return timed
@@ -324,11 +318,6 @@ class ComputeTimer(Callback):
         def hook(*_: Any) -> None:
             if index in self._began and index not in self._spans:
                 self._running = False
-                self._spans[index] = self._began[index], self._now()
+                self._spans[index] = self._began[index], moment(self._device)
 
         return hook
-
-
-def _seconds(span: tuple[Any, Any]) -> float:
-    began, ended = span
-    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

@@ -16,6 +16,13 @@ ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
 ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 
 
+def device_of(environment: Environment) -> torch.device:
+    """Return the device of this worker."""
+    if environment.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The devices that a plan is for.

@@ -28,12 +28,13 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import average
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
-from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.mesh import ContextGroups, make_parameter_mesh
 from mtrain_cli.sparsity.pattern import layers_without_learning, learned_state
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.callback import SpikeWatch
 from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
 from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.hardware import device_of
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
@@ -51,9 +52,7 @@ class Worker:
 
     def __init__(self, config: Config, environment: Environment) -> None:
         self.environment, dims = environment, environment.dims
-        self.device = torch.device("cpu")
-        if environment.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device_of(environment)
         torch.manual_seed(config.seed)
         if config.train.deterministic:
             # cuBLAS is deterministic only with a workspace per stream. It reads this variable
@@ -66,16 +65,8 @@ class Worker:
         # A new group does not inherit the default group's timeout.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        choice = self.choices.exchange
-        group = make_context_group(
-            environment.rank,
-            dims,
-            self.device,
-            timeout,
-            per_node=choice.per_node,
-            heads=choice.heads,
-            channels=choice.channels,
-        )
+        choice, self.groups = self.choices.exchange, ContextGroups(environment.rank, dims, timeout)
+        group = self.groups.of(choice, self.device)
         self.exchange: Exchange = make_chosen_exchange(choice, self.choices.layout, group)
         self.tensor = make_tensor_group(environment.rank, dims, self.device, timeout)
         degree = int(self.plan.dealt.config.topology.expert_parallel)

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,10 +32,10 @@ from mtrain_cli.parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
-from mtrain_cli.simulation import link_fit
 from mtrain_cli.training.flops import peak_flops
+from mtrain_extras.bench import link_fit
 from mtrain_extras.bench.timing import device_name, measure, median_ms, result_document
 
 TARGET = "mtrain_extras.bench.links:run"
@@ -67,11 +69,14 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 @entry_point(LinkBenchmarkPlan)
 def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     """Measure all operations on this worker. Return whether a stop was requested."""
-    per_node = bench.environment.workers_per_node
+    environment = bench.environment
     # A ring passes through all workers.
-    group = bench.context_group(
-        ParallelDims(cp=bench.environment.dims.workers),
-        per_node=per_node,
+    group = make_context_group(
+        environment.rank,
+        ParallelDims(cp=environment.dims.workers),
+        bench.device,
+        timedelta(seconds=bench.config.topology.timeout_s),
+        per_node=environment.workers_per_node,
         channels=(schedule.INNER, schedule.OUTER),
     )
     operations = list(_operations(group, bench.device))
@@ -91,8 +96,9 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
             times += measured
         progress.now("memory, launches")
         # The rank with the median copy bandwidth stands for all.
-        machines = sorted(bench.gather(_machine(bench.device)), key=lambda m: m.copy_gbps)
-        machine = machines[len(machines) // 2]
+        # It travels as a dict: workers do not unpickle classes of other packages.
+        machines = sorted(bench.gather(asdict(_machine(bench.device))), key=itemgetter("copy_gbps"))
+        machine = link_fit.MeasuredMachine(**machines[len(machines) // 2])
     if bench.first:
         _write_results(bench, plan, times, machine, complete=not stopped)
     return stopped

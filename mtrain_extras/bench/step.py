@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from mtrain_cli.profiling.record_collector import expert_workers, own_loads
 from mtrain_cli.records import record_files
 from mtrain_cli.records.expert_loads import LOAD_PARTS, LOADS, expert_facts
 from mtrain_cli.records.metrics import StepMetrics
-from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import Trainer
+from mtrain_extras.bench.step_breakdown import StepBreakdown, find_parts, messages, shortest
 
 TARGET = "mtrain_extras.bench.step:run"
 SHOWN = 10  # kernels or operators in the table
@@ -86,8 +86,9 @@ def run(bench: Bench, plan: StepProfilePlan) -> bool:
         breakdown = _read(profiler, run_dir.path, plan, bench)
         peak = max(filter(None, (m.peak_memory_gib for m in plain)), default=None)
         times = [m.seconds for m in plain], [m.seconds for m in recorded]
-        # As a tuple: workers do not unpickle classes of other packages.
-        everyone = [_RankSummary(*of) for of in bench.gather((breakdown, *times, peak))]
+        # Without classes: workers do not unpickle those of other packages.
+        sent = bench.gather((asdict(breakdown), *times, peak))
+        everyone = [_RankSummary(StepBreakdown.of(values), *rest) for values, *rest in sent]
         gathered = np.concatenate([rows for of_rank in bench.gather(loads) for rows in of_rank])
     if bench.first:
         losses = [metrics.loss for metrics in (*before, *recorded)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli import install_command
@@ -34,7 +33,7 @@ class LmEval:
         from mtrain_extras.lm_eval.requests import Plan
         from mtrain_extras.lm_eval.runner import load_tasks
 
-        codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+        codec = open_codec(source, request.tokenizer)
         _ = codec.required  # refuses a model without a tokenizer
         require_hidden_labels(source.config, "this evaluation")
         tasks = load_tasks(request)

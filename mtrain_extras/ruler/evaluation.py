@@ -67,7 +67,7 @@ class Ruler(GeneratedAnswers):
         )
         from mtrain_cli.inference.text import open_codec
 
-        codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+        codec = open_codec(source, request.tokenizer)
         generated = open_generated(request, source, codec)
         tokenizer, vocabulary = tokenizer_text(request, source), source.config.model.vocab_size
         # The last token of an answer takes no position, so one special token has room.

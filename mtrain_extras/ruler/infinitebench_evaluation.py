@@ -106,7 +106,7 @@ class InfiniteBench(GeneratedAnswers):
         from mtrain_cli.inference.text import open_codec
 
         del beyond  # `run_evaluation` compares the length, which includes special tokens
-        codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+        codec = open_codec(source, request.tokenizer)
         samples = open_samples(request, source, codec)
         require_whole_cache(source.config.mask, max(request.lengths))
         vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)

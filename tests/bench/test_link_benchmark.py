@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtrain_cli.simulation.link_fit import HOP, INNER
 from mtrain_extras.bench import links as measuring
 from mtrain_extras.bench import timing
+from mtrain_extras.bench.link_fit import HOP, INNER
 
 
 def test_a_machine_is_measured_by_copies_additions_and_products(monkeypatch):

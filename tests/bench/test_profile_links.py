@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.link_fit import (
+from mtrain_extras.bench.link_fit import (
     ALL_TO_ALL,
     GATHER,
     HOP,

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts
 from mtrain_cli.training.trainer import Trainer
 from mtrain_extras.bench import step
+from mtrain_extras.bench.step_breakdown import StepBreakdown, find_parts
 
 MOE = (
     *("model=tiny_moe", "model.num_layers=3", "model.moe.dense_layers=1", "seq=128"),

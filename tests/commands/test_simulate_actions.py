@@ -10,8 +10,8 @@ from commands.typed_line import DENSE, SMALL, STRIPED, document, run, simulate
 from simulation.recordings import SEQ, record
 
 from mtrain_cli import resource_dir
-from mtrain_cli.commands.simulate_validate import _kernel_source
 from mtrain_cli.config.cluster import shipped
+from mtrain_extras.validate.actions import _kernel_source
 
 
 @pytest.fixture(autouse=True)

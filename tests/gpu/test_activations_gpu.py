@@ -74,9 +74,7 @@ class Steps:
         self.decoder.to_empty(device=device)
         initialize(self.decoder, 0)
         self.decoder.to(torch.float32 if exact else torch.bfloat16)
-        exchange = make_exchange(
-            "all_gather", make_layout("striped", 1, seq, 128), ContextGroup.alone()
-        )
+        exchange = make_exchange("all_gather", make_layout("striped", 1, seq, 128), ContextGroup())
         masks = [SequenceMask.causal(seq, seq)]
         kernel = ReferenceKernel() if exact else SdpaKernel()
         self.attend = make_attention(

@@ -14,7 +14,7 @@ from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
-from mtrain_cli.records.step_breakdown import (
+from mtrain_extras.bench.step_breakdown import (
     StepBreakdown,
     find_parts,
     kernel_part,

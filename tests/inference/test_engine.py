@@ -322,7 +322,7 @@ def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> to
     config = source(found.source.path, *words).config
     config = type(config)(**{**vars(config), "seq": len(ids)})
     choices = resolve_run(config, found.environment)
-    exchange = make_exchange(choices.exchange.name, choices.layout, ContextGroup.alone())
+    exchange = make_exchange(choices.exchange.name, choices.layout, ContextGroup())
     make = Batches(Layouts(exchange), attention_setups(config, choices), found.device)
     arrays = np.array(ids, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.int32)
     batch = make([Sample(*arrays)])

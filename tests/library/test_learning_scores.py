@@ -69,7 +69,7 @@ def as_the_trainer_teaches() -> dict[str, torch.Tensor]:
     cp = made()
     pattern = make_pattern(cp.config.sparsity, cp.config.seed)
     layout = make_layout("contiguous", 1, SEQ, 16, unit=16)
-    exchange = make_exchange("ring", layout, ContextGroup.alone())
+    exchange = make_exchange("ring", layout, ContextGroup())
     for q, k, v in batches():
         plan = Plan.make(exchange, cp.batch().masks, pattern.request())
         attend = ContextAttention.of(exchange, SdpaKernel(), plan, pattern)

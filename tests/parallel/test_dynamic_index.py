@@ -55,7 +55,7 @@ def attend() -> ContextAttention:
     ]
     layout = make_layout("striped", 1, SEQ, 1)
     return make_attention(
-        make_exchange("all_gather", layout, ContextGroup.alone()),
+        make_exchange("all_gather", layout, ContextGroup()),
         SdpaKernel(),
         masks,
         "cpu",

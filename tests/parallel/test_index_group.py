@@ -278,7 +278,7 @@ def maps_after_updates(rank: int, world: int) -> dict[str, torch.Tensor]:
     for name in ("zigzag", "striped"):
         layout = layout_of(name, world)
         whole = make_layout("striped", 1, layout.padded_seq, BLOCK)
-        for workers in (group, *([ContextGroup.alone()] if rank == 0 else [])):
+        for workers in (group, *([ContextGroup()] if rank == 0 else [])):
             parts = whole if workers is not group else layout
             pattern = block_topk(index_per="kv_group", score="learned")
             positions = masked(pattern, masks(True, layout.padded_seq), parts, workers)

@@ -15,8 +15,9 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel import transport
 from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.mesh import ContextGroups, make_context_group
 
 
 def groups(rank: int, world: int, cp: int) -> tuple[int, tuple[int, ...], list[list[int]], bool]:
@@ -128,3 +129,16 @@ def test_neighbours_share_heads_and_their_counterparts_exchange_keys():
         "context": [1, 3],
         "inner": [1, 3],
     }
+
+
+def shared(rank: int, world: int) -> tuple[bool, bool, int]:
+    made = ContextGroups(rank, ParallelDims.of(world, cp=world), timedelta(seconds=30))
+    ring, gather, ulysses = (
+        made.of(ExchangeChoice(name, "", per_node=2, heads=heads), torch.device("cpu"))
+        for name, heads in (("ring", 1), ("all_gather", 1), ("ring", 2))
+    )
+    return ring is gather, ring is ulysses, ulysses.heads
+
+
+def test_exchanges_with_equal_needs_share_a_context_group():
+    assert gloo.run(2, shared) == [(True, False, 2)] * 2

@@ -50,7 +50,7 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
     ranges = nvtx_ranges.NvtxRanges(domain)
     monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    exchange = make_exchange("all_gather", layout, ContextGroup())
     attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
@@ -77,7 +77,7 @@ def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
     ranges = nvtx_ranges.NvtxRanges(domain)
     monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    exchange = make_exchange("all_gather", layout, ContextGroup())
     mask = MaskRule(False, SlidingWindow(3, full_every=2))
     setups = AttentionSetup(SdpaKernel(), mask).by_kind(3)
     make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=3)

@@ -119,7 +119,7 @@ def test_every_moment_of_a_pass_is_in_exactly_one_span(name, heads, links, spars
 
 
 def test_a_second_forward_pass_is_recorded_as_recompute():
-    group = ContextGroup.alone()
+    group = ContextGroup()
     recorder = Recorder(torch.device("cpu"))
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, group)

@@ -24,8 +24,8 @@ from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import ROW, as_frame, open_records
-from mtrain_cli.simulation import validation
 from mtrain_cli.training.trainer import Trainer
+from mtrain_extras.validate import validation
 
 CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
 

@@ -252,7 +252,7 @@ def slashes(*chosen: int) -> VerticalSlash:
 
 def test_every_layer_of_every_micro_batch_has_its_own_work():
     exchange = make_exchange(
-        "all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup.alone()
+        "all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup()
     )
     causal = [SequenceMask.causal(SEQ, SEQ)]
     documents = [SequenceMask.from_documents(np.repeat([0, 1], SEQ // 2), SEQ)]
@@ -282,7 +282,7 @@ def test_every_layer_of_every_micro_batch_has_its_own_work():
 
 def test_each_kind_of_layer_has_the_work_of_its_masks():
     layout = make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK)
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    exchange = make_exchange("all_gather", layout, ContextGroup())
     rule = MaskRule(True, SlidingWindow(5, full_every=3))
     setups = AttentionSetup(SdpaKernel(), rule).by_kind(7)
     make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=7)

@@ -15,7 +15,9 @@ from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, Curve, KernelCurves
 from mtrain_cli.simulation.costs import Costs, LayerPrices
-from mtrain_cli.simulation.link_fit import (
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.work_counts import StepWork
+from mtrain_extras.bench.link_fit import (
     GATHER,
     HOP,
     INNER,
@@ -25,8 +27,6 @@ from mtrain_cli.simulation.link_fit import (
     MeasuredMachine,
     cluster_document,
 )
-from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
-from mtrain_cli.simulation.work_counts import StepWork
 
 MACHINE = MeasuredMachine(
     "NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5)

@@ -363,7 +363,7 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     set_execution(decoder, config, compile=False, offload=offload)
     decoder.loss = LossOptions()
     masks = [SequenceMask.causal(config.seq, config.seq)]
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    exchange = make_exchange("all_gather", layout, ContextGroup())
     kernel = DENSE_KERNEL if config.sparsity.pattern == "dense" else SPARSE_KERNEL
     attend = attention_of(config, exchange, kernel, masks, offload)
     inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]

@@ -50,7 +50,7 @@ def batches(
 
 def test_batches_share_the_causal_mask_but_not_the_index():
     layout = make_layout("striped", 1, SEQ, 1)
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    exchange = make_exchange("all_gather", layout, ContextGroup())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
     make = batches(exchange, MaskRule(document_mask=False), pattern)
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
@@ -67,7 +67,7 @@ def test_batches_share_the_causal_mask_but_not_the_index():
 
 def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     """Also if the batch was prepared for the dense first steps of the run."""
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
     mixed = batches(exchange, MaskRule(True), pattern, dense_layers=frozenset({2}), layers=3)
     dense = batches(exchange, MaskRule(True))
@@ -89,7 +89,7 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
 
 def test_the_plan_is_made_with_the_host_batch(monkeypatch):
     """The training thread only moves it, unless another maker takes the batch."""
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
     mask = MaskRule(document_mask=True)
     sparse, dense = batches(exchange, mask, pattern), batches(exchange, mask)
@@ -112,7 +112,7 @@ def test_the_plan_is_made_with_the_host_batch(monkeypatch):
 
 def test_batches_with_other_documents_have_plans_of_their_own():
     """Only whole causal sequences share a plan, also when one of them comes first."""
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup())
     make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
 
@@ -128,7 +128,7 @@ def test_batches_with_other_documents_have_plans_of_their_own():
 
 def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
     """Its mask leaves out the padding, even if it starts with one document."""
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup())
     make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
     for length in (SEQ, 40, SEQ):
@@ -171,7 +171,7 @@ def test_a_plan_has_the_layout_of_its_batch():
 
 
 def maker(mask: MaskSettings, *, document_mask: bool = True) -> Batches:
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup())
     rule = MaskRule(document_mask=document_mask, mask=mask)
     return batches(exchange, rule)
 

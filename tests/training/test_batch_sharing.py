@@ -30,9 +30,7 @@ def sample(*lengths):
 
 
 def test_documents_that_fill_their_sequences_share_the_causal_mask():
-    exchange = make_exchange(
-        "all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone()
-    )
+    exchange = make_exchange("all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup())
     pattern = MobaPattern(16, 16, 1, "query")
     setup = AttentionSetup(SdpaKernel(), MaskRule(document_mask=True), pattern)
     make = Batches(Layouts(exchange), {"": setup}, torch.device("cpu"))

@@ -321,7 +321,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(
-        "mtrain_cli.training.callback.time", SimpleNamespace(perf_counter=clock.perf_counter)
+        "mtrain_cli.parallel.recording.time", SimpleNamespace(perf_counter=clock.perf_counter)
     )
     return clock
 

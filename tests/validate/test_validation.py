@@ -19,10 +19,11 @@ from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.parallel.recording import ATTENTION, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
-from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.synthetic_index import SyntheticIndex
-from mtrain_cli.simulation.validation import (
+from mtrain_cli.simulation.what_if import ReplaySetup
+from mtrain_extras.validate import validation
+from mtrain_extras.validate.validation import (
     CaseComparison,
     PassComparison,
     agreement,
@@ -30,7 +31,6 @@ from mtrain_cli.simulation.validation import (
     open_run,
     work_table,
 )
-from mtrain_cli.simulation.what_if import ReplaySetup
 
 SEQ, WORKERS = 8192, 4
 CASES = [("zigzag", "ring"), ("striped", "ring"), ("striped", "all_gather")]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.link_fit import (
+from mtrain_extras.bench.link_fit import (
     ALL_TO_ALL,
     GATHER,
     HOP,

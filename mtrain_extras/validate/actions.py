@@ -17,7 +17,7 @@ from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_actions import new_folder
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import digest, json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import find_shipped
 from mtrain_cli.console import Console
@@ -30,7 +30,8 @@ from mtrain_cli.simulation.calibration import (
     load_user_calibration,
     same_device,
 )
-from mtrain_cli.simulation.validation import (
+from mtrain_cli.training.flops import peak_flops
+from mtrain_extras.validate.validation import (
     CaseComparison,
     MeasuredRun,
     MismatchedPrediction,
@@ -38,7 +39,6 @@ from mtrain_cli.simulation.validation import (
     PredictedCase,
     agreement,
     compare,
-    digest,
     key_of,
     micro_batch_tables,
     open_prediction,
@@ -46,7 +46,6 @@ from mtrain_cli.simulation.validation import (
     replay,
     write_predictions,
 )
-from mtrain_cli.training.flops import peak_flops
 
 FILE = "validation.json"
 _CPU = "CPU"  # device of a profile without GPUs
@@ -88,7 +87,10 @@ def validate(
                 for run in measured
             ],
             "predictions": [
-                {"folder": str(path), "sha256": digest(path.expanduser() / record_files.SUMMARY)}
+                {
+                    "folder": str(path),
+                    "sha256": digest(path.expanduser() / record_files.SUMMARY),
+                }
                 for path in predictions
             ],
             **_origin(measured, predictions, cluster, calibration),

@@ -17,8 +17,8 @@ from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
-from mtrain_cli.simulation.validation import key_of
 from mtrain_cli.simulation.what_if import ReplaySetup, topology_of
+from mtrain_extras.validate.validation import key_of
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import numpy as np
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
-from mtrain_cli.simulation.validation import micro_batch_tables, work_table
+from mtrain_extras.validate.validation import micro_batch_tables, work_table
 
 WORKERS, STEPS, LAYERS, MICROS, ITERATIONS = 2, 3, 2, 2, (4, 7)
 

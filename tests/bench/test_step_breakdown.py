@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.records.step_breakdown import (
+from mtrain_extras.bench.step_breakdown import (
     OperationTotals,
     claim,
     find_parts,

@@ -6,7 +6,6 @@ configuration that a run recorded, never its times. The same analysis reads both
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.documents import digest
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
 from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
@@ -300,11 +300,6 @@ def open_prediction(folder: Path) -> dict[Key, PredictedCase]:
             case, bounds, tuple(of_case.get("remarks", ())), folder, written
         )
     return predictions
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

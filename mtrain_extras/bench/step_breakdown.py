@@ -24,12 +24,16 @@ from mtrain_cli.parallel.profiler_labels import (
     ATTENTION,
     CLOSING,
     EXPERTS,
+    HOST,
+    IDLE,
     INDEX,
+    LINKS,
     LOSS,
     OPTIMIZER,
     PREFIX,
     ROUTER,
     STEP,
+    WAITS,
 )
 
 Event = Mapping[str, Any]
@@ -46,7 +50,6 @@ _OF_MESSAGE = (
 CATEGORIES = frozenset((*DEVICE, *RUNTIME, "cpu_op", "user_annotation"))
 PRODUCTS, ELEMENTWISE, WEIGHTS = "products", "element-wise", "weights"
 COPIES, OTHER = "copies", "other"
-LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
 COMPUTING = (
     *(ATTENTION, INDEX, ROUTER, EXPERTS, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER),
     *(COPIES, OTHER),
@@ -116,6 +119,11 @@ class StepBreakdown:
     syncing: int = 0
     ahead: float | None = None
     unmatched: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> StepBreakdown:
+        """Make it from its `dataclasses.asdict`, which ranks exchange."""
+        return cls(**{**values, "kinds": [OperationTotals(**kind) for kind in values["kinds"]]})
 
 
 def find_parts(

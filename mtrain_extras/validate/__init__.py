@@ -1,0 +1,1 @@
+"""`mtrain simulate validate`, by an entry point: predictions compared with profiles."""
