@@ -136,7 +136,9 @@ def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
     assert labels == ["vertical_slash striped ring", "dense striped ring, first steps"]
     assert set(frame.iteration[frame.case == 1]) == {1, 2}
     assert set(frame.iteration[frame.case == 0]) == {3}
-    assert recorded.summary["cases"][1]["density"] > 1.5 * recorded.summary["cases"][0]["density"]
+    sparse, dense = (case["density"] for case in recorded.summary["cases"])
+    assert sparse < 0.9
+    assert dense == 1
 
 
 @mostly_slow("stages", [1, 2], keep=(1,))

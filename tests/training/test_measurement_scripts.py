@@ -56,6 +56,21 @@ def test_a_script_checks_losses_and_prints_its_table(script, words, rows, checke
 
 
 @pytest.mark.slow
+def test_the_peer_of_whole_steps_learns_alike_however_it_shares_and_recomputes():
+    losses = []
+    for workers, recompute in ((1, "layers"), (2, "layers"), (2, "mlp")):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(workers), str(PROFILES / "peer_steps.py")]
+        command += ["--toy", "--recompute", recompute]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        row = done.stdout.splitlines()[-1].split("|")
+        assert row[1:5] == [" 512 ", " ulysses ", f" {recompute} ", " none "]
+        losses.append(float(row[-2]))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, abs=2e-4)
+    assert 5 < losses[0] < 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "checks", "rows"),
     [
