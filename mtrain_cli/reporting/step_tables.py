@@ -63,6 +63,7 @@ def step_section(document: dict[str, Any]) -> Section:
         parts_table(ranks),
         Lines([legend], style="dim"),
         Lines(lines(document), indent=10),
+        *([messages_table(sent, gpu)] if (sent := document.get("messages")) else []),
         top_table(document["top"], gpu),
     )
     return Section("One training step", parts)
@@ -201,6 +202,24 @@ def _speed(before: dict[str, Any], gpu: bool) -> str:
     if before["peak_memory_gib"] is not None:
         facts.append(f"peak {before['peak_memory_gib']:.1f} GiB")
     return ", ".join(facts)
+
+
+def messages_table(sent: Sequence[dict[str, Any]], gpu: bool) -> Table:
+    """Return a table of the kinds of messages, by the part of the step that sent them on GPUs."""
+    columns = [
+        Column("message", itemgetter("name"), words=True),
+        *([Column("sent by", itemgetter("part"), words=True)] if gpu else []),
+        Column("calls", itemgetter("calls"), count),
+        Column("ms", itemgetter("ms"), _ms),
+        *([Column("waits", itemgetter("waits_ms"), _ms)] if gpu else []),
+        Column("exposed", itemgetter("exposed_ms"), _ms),
+        Column("of ms", lambda row: row["exposed_ms"] / row["ms"] if row["ms"] else None, percent),
+    ]
+    note = (
+        "ms per step, mean of ranks, from start to end of each message; exposed: meanwhile, "
+        f"{'nothing computes or copies' if gpu else 'the training thread runs no operator'}"
+    )
+    return Table("Messages", columns, sent, note)
 
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:

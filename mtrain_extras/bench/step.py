@@ -228,6 +228,7 @@ def _document(
         },
         "ranks": [_of_rank(rank, summary) for rank, summary in enumerate(everyone)],
         "top": _top([summary.breakdown for summary in everyone]),
+        "messages": _sent([summary.breakdown for summary in everyone]),
     }
 
 
@@ -269,6 +270,21 @@ def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
     most = sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]
     return [
         {"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most
+    ]
+
+
+def _sent(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
+    """Return the kinds of messages, means over steps and ranks, the longest first."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for breakdown in everyone:
+        scale = breakdown.steps * len(everyone)
+        for t in breakdown.messages:
+            for i, value in enumerate((t.calls, t.ns / 1e6, t.waits / 1e6, t.exposed / 1e6)):
+                sums[t.name, t.part][i] += value / scale
+    names = "calls", "ms", "waits_ms", "exposed_ms"
+    return [
+        {"name": name, "part": part, **dict(zip(names, values, strict=True))}
+        for (name, part), values in sorted(sums.items(), key=lambda item: -item[1][1])
     ]
 
 

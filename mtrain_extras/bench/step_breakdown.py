@@ -98,6 +98,23 @@ class OperationTotals:
 
 
 @dataclass(frozen=True)
+class MessageTotals:
+    """Totals of the messages of one kind that one part of the step sent. Times in nanoseconds.
+
+    name: of the collective. part: `OTHER` with gloo, whose threads have no ranges.
+    ns: from start to end of each message. waits: beyond its shortest time on any rank (GPU).
+    exposed: while such a message is in flight, and nothing computes or copies.
+    """
+
+    name: str
+    part: str
+    calls: int
+    ns: int
+    waits: int
+    exposed: int
+
+
+@dataclass(frozen=True)
 class StepBreakdown:
     """Sums over all recorded steps of one rank. Times are in nanoseconds.
 
@@ -113,6 +130,7 @@ class StepBreakdown:
     parts: dict[str, int]
     hidden: int
     kinds: list[OperationTotals] = field(repr=False)
+    messages: list[MessageTotals] = field(repr=False, default_factory=list)
     launches: int = 0
     launching: int = 0
     syncs: int = 0
@@ -123,7 +141,9 @@ class StepBreakdown:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StepBreakdown:
         """Make it from its `dataclasses.asdict`, which ranks exchange."""
-        return cls(**{**values, "kinds": [OperationTotals(**kind) for kind in values["kinds"]]})
+        kinds = [OperationTotals(**kind) for kind in values["kinds"]]
+        sent = [MessageTotals(**totals) for totals in values["messages"]]
+        return cls(**{**values, "kinds": kinds, "messages": sent})
 
 
 def find_parts(
@@ -222,6 +242,23 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
     return sorted(kinds, key=lambda k: (-k.ns, k.name, k.part))
 
 
+def _message_totals(
+    sent: Iterable[tuple[tuple[str, str], Interval, int]], free: Sequence[Interval]
+) -> list[MessageTotals]:
+    """Sum messages by name and part, the longest sum first.
+
+    sent: ((name, part), interval, ns of waiting), sorted by begin. free: without computation.
+    """
+    totals = []
+    for (name, part), alike in grouped(sent, lambda message: message[0]).items():
+        exposed = {part: 0}
+        claim(free, [(*interval, part) for _, interval, _ in alike], exposed)
+        took = length(interval for _, interval, _ in alike)
+        waits = sum(waited for *_, waited in alike)
+        totals.append(MessageTotals(name, part, len(alike), took, waits, exposed[part]))
+    return sorted(totals, key=lambda t: (-t.ns, t.name, t.part))
+
+
 # --- GPU ---
 
 
@@ -253,7 +290,7 @@ def _of_gpu(
         else word or (kernel_part(span.name) if span.category == "kernel" else COPIES)
         for span, word in zip(device, words, strict=True)
     ]
-    parts, hidden, unmatched = _device_parts(device, assigned, steps, least)
+    parts, hidden, unmatched, sent = _device_parts(device, assigned, words, steps, least)
     closing = [s for s in spans if s.name == _CLOSING]
     launching = [s for s in inside(launches.values(), steps) if _LAUNCH.match(s.name)]
     syncing = [
@@ -275,6 +312,7 @@ def _of_gpu(
         parts=parts,
         hidden=hidden,
         kinds=_kinds((s.name, w, s.end - s.begin) for s, w in zip(device, assigned, strict=True)),
+        messages=sent,
         launches=sum(s.category == "kernel" for s in device),
         launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing),
@@ -287,13 +325,20 @@ def _of_gpu(
 def _device_parts(
     device: Sequence[Span],
     assigned: Sequence[str],
+    senders: Sequence[str | None],
     steps: Sequence[Span],
     least: Mapping[Message, int],
-) -> tuple[dict[str, int], int, int]:
-    """Return (ns of each part, ns of overlapped messages, number of unmatched messages)."""
+) -> tuple[dict[str, int], int, int, list[MessageTotals]]:
+    """Return (ns of each part, ns of overlapped messages, number of unmatched messages, totals).
+
+    senders: the part whose range launched each span.
+    """
     computing, copying, moving, waiting, under_way = (list[Wanted]() for _ in range(5))
+    sent: list[tuple[tuple[str, str], Interval, int]] = []
     unmatched = 0
-    for span, word, message in zip(device, assigned, _messages(device), strict=True):
+    for span, word, sender, message in zip(
+        device, assigned, senders, _messages(device), strict=True
+    ):
         if word != LINKS:
             layer = computing if span.category == "kernel" else copying
             layer.append((span.begin, span.end, word))
@@ -301,6 +346,9 @@ def _device_parts(
         took = span.end - span.begin
         arrived = span.end - (took if message is None else least.get(message, took))
         unmatched += message not in least
+        named = span.message[_OF_MESSAGE.index("Collective name")] if span.message else span.name
+        kind = named.strip("_"), sender or OTHER
+        sent.append((kind, (span.begin, span.end), arrived - span.begin))
         under_way.append((span.begin, span.end, LINKS))
         waiting.append((span.begin, arrived, WAITS))
         moving.append((arrived, span.end, LINKS))
@@ -309,10 +357,10 @@ def _device_parts(
     free: list[Interval] = [(step.begin, step.end) for step in steps]
     in_all = {LINKS: 0}
     claim(free, under_way, in_all)
-    for layer in (computing, copying, moving, waiting):
-        free = claim(free, layer, parts)
-    parts[IDLE] = length(free)
-    return parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], unmatched
+    free = claim(claim(free, computing, parts), copying, parts)
+    totals = _message_totals(sent, free)
+    parts[IDLE] = length(claim(claim(free, moving, parts), waiting, parts))
+    return parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], unmatched, totals
 
 
 # --- CPU ---
@@ -329,14 +377,19 @@ def _of_cpu(spans: Sequence[Span], steps: Sequence[Span]) -> StepBreakdown:
     whole: list[Interval] = [(step.begin, step.end) for step in steps]
     worked = [(span, word, own) for span, word, own in _self_times(mine) if word is not None]
     busy = sorted((begin, end, word) for _, word, own in worked for begin, end in own)
-    messages = sorted((s.begin, s.end, LINKS) for s in spans if s.name.startswith(_MESSAGES))
+    sent = sorted(
+        (s for s in spans if s.name.startswith(_MESSAGES)), key=lambda s: (s.begin, s.end)
+    )
+    messages = [(s.begin, s.end, LINKS) for s in sent]
     in_all = {LINKS: 0}
     claim(whole, messages, in_all)
-    free = claim(claim(whole, busy, parts), messages, parts)
-    parts[HOST] = length(free)
+    free = claim(whole, busy, parts)
+    kinds_sent = (((s.name.removeprefix(_MESSAGES), OTHER), (s.begin, s.end), 0) for s in sent)
+    totals = _message_totals(kinds_sent, free)
+    parts[HOST] = length(claim(free, messages, parts))
     kinds = _kinds((span.name, word, length(own)) for span, word, own in worked)
     hidden = in_all[LINKS] - parts[LINKS]
-    return StepBreakdown(len(steps), length(whole), parts, hidden, kinds)
+    return StepBreakdown(len(steps), length(whole), parts, hidden, kinds, totals)
 
 
 def _self_times(spans: Sequence[Span]) -> list[tuple[Span, str | None, list[Interval]]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mtrain_extras.bench.step_breakdown import (
+    MessageTotals,
     OperationTotals,
     claim,
     find_parts,
@@ -147,6 +148,36 @@ def test_the_last_rank_transfers_and_the_others_wait():
     first, second = split(early, late)
     assert first == {"products": 30, "waits": 24, "links": 11, "idle": 35}
     assert second == {"products": 41, "waits": 13, "links": 11, "idle": 35}
+
+
+def sent(at: float, begin: float, end: float, name: str) -> list[dict[str, Any]]:
+    """Make an NCCL message and its launch at time ``at``."""
+    device, launch = kernel("ncclDevKernel", begin, end, at)
+    described = message(begin, end, name)
+    return [{**described, "args": {**described["args"], **device["args"]}}, launch]
+
+
+def test_messages_are_told_by_collective_and_by_the_part_that_sent_them():
+    mine = [
+        step(0, 100),
+        within("mtrain.experts", 1, 3),
+        within("FSDP::all_gather (layers.1)", 4, 6),
+        *sent(2, 10, 40, "all_to_all"),
+        *sent(2.5, 35, 50, "all_to_all"),  # overlaps the first one for 5
+        *kernel("gemm", 20, 30),
+        *kernel("Memcpy DtoD", 45, 47),
+        *sent(5, 55, 65, "_allgather_base"),
+        *sent(7, 70, 75, "_allgather_base"),  # outside of all ranges
+    ]
+    last = [step(0, 100), message(20, 32, "all_to_all"), message(33, 48, "all_to_all")]
+    last += [message(50, 60, "_allgather_base"), message(70, 73, "_allgather_base")]
+    found = find_parts(mine, gpu=True, least=shortest([messages(mine), messages(last)]))
+    assert found.messages == [
+        MessageTotals("all_to_all", "experts", 2, 45_000, 30_000 - 12_000, 40_000 - 10_000 - 2_000),
+        MessageTotals("allgather_base", "weights", 1, 10_000, 0, 10_000),
+        MessageTotals("allgather_base", "other", 1, 5_000, 2_000, 5_000),
+    ]
+    assert sum(m.exposed for m in found.messages) == found.parts["links"] + found.parts["waits"]
 
 
 def test_overlapped_waits_are_hidden_and_transfers_precede_waits():
@@ -341,6 +372,9 @@ def test_on_a_cpu_time_belongs_to_the_innermost_operator():
     expected["links"] = 15 + 20 - (3 + 3 + 1 + 2)
     assert ms(found) == {**expected, "host": 100 - sum(expected.values())}
     assert found.hidden == 9000
+    assert [(m.part, m.calls, m.ns, m.waits, m.exposed) for m in found.messages] == [
+        ("other", 1, 20_000, 0, 11_000), ("other", 1, 15_000, 0, 15_000),
+    ]  # fmt: skip
     assert {(k.name, k.part): k.ns for k in found.kinds}["aten::copy_", "attention"] == 5000
     assert {(k.name, k.part): k.ns for k in found.kinds}["aten::mm", "products"] == 5000
 

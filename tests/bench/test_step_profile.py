@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import gloo
 from torch.profiler import ProfilerActivity, profile
@@ -11,7 +12,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.training.trainer import Trainer
 from mtrain_extras.bench import step
-from mtrain_extras.bench.step_breakdown import StepBreakdown, find_parts
+from mtrain_extras.bench.step_breakdown import MessageTotals, StepBreakdown, find_parts
 
 MOE = (
     *("model=tiny_moe", "model.num_layers=3", "model.moe.dense_layers=1", "seq=128"),
@@ -25,6 +26,18 @@ def test_unrecorded_step_times_are_medians():
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
     assert step._median([0.5, None, 0.2, 0.4]) == 0.4
     assert step._median([None]) is None
+
+
+def test_messages_are_means_over_steps_and_ranks():
+    def of_rank(*messages: MessageTotals) -> StepBreakdown:
+        return StepBreakdown(2, 10, {}, 0, [], [*messages])
+
+    gather = of_rank(MessageTotals("gather", "weights", 4, 8_000_000, 0, 2_000_000))
+    more = MessageTotals("gather", "index", 2, 40_000_000, 0, 0)
+    both = of_rank(MessageTotals("gather", "weights", 4, 4_000_000, 2_000_000, 0), more)
+    assert StepBreakdown.of(asdict(both)) == both
+    found = [list(row.values()) for row in step._sent([gather, both])]
+    assert found == [["gather", "index", 0.5, 10, 0, 0], ["gather", "weights", 2, 3, 0.5, 0.5]]
 
 
 def recorded(rank: int, world: int, words: tuple[str, ...], folder: str) -> StepBreakdown:

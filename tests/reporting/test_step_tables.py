@@ -10,6 +10,7 @@ from mtrain_cli.reporting.step_tables import (
     NAME,
     RANKS,
     lines,
+    messages_table,
     short_name,
     step_figure,
 )
@@ -55,6 +56,25 @@ def test_lines_name_their_rank_and_quantity():
     assert "90 ms (median of 2 steps before)" in of_gpu[0]
     assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
     assert of_gpu[2].endswith("1 ms exposed; 3 messages, not found on other ranks, count as links")
+
+
+def test_the_table_of_messages_says_how_much_is_exposed():
+    rows = [
+        {"name": "all_to_all", "part": "experts", "calls": 4, "ms": 8.0, "waits_ms": 1.0,
+         "exposed_ms": 2.0},
+        {"name": "barrier", "part": "other", "calls": 1, "ms": 0.0, "waits_ms": 0.0,
+         "exposed_ms": 0.0},
+    ]  # fmt: skip
+    of_gpu, of_cpu = messages_table(rows, gpu=True), messages_table(rows, gpu=False)
+    names = ["message", "sent by", "calls", "ms", "waits", "exposed", "of ms"]
+    assert [column.name for column in of_gpu.columns] == names
+    assert [column.name for column in of_cpu.columns] == [
+        name for name in names if name not in ("sent by", "waits")
+    ]
+    assert [column.value(rows[0]) for column in of_gpu.columns] == [
+        "all_to_all", "experts", 4, 8.0, 1.0, 2.0, 0.25,
+    ]  # fmt: skip
+    assert of_gpu.columns[-1].value(rows[1]) is None
 
 
 @pytest.mark.parametrize(
