@@ -58,15 +58,15 @@ def step_section(document: dict[str, Any]) -> Section:
     """Return what a report says about a recorded step; document: content of summary.json."""
     ranks, gpu = document["ranks"], document["gpu"]
     legend = _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU
-    parts = (
+    parts: list[Table | Lines] = [
         Lines([_about(document)], style="bold"),
         parts_table(ranks),
         Lines([legend], style="dim"),
         Lines(lines(document), indent=10),
-        *([messages_table(sent, gpu)] if (sent := document.get("messages")) else []),
-        top_table(document["top"], gpu),
-    )
-    return Section("One training step", parts)
+    ]
+    if sent := document.get("messages"):
+        parts.append(messages_table(sent, gpu))
+    return Section("One training step", [*parts, top_table(document["top"], gpu)])
 
 
 def _about(document: dict[str, Any]) -> str:
