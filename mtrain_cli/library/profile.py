@@ -32,10 +32,11 @@ from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.record_collector import Estimated
 
 if TYPE_CHECKING:
-    from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel, _Kind
+    from mtrain_cli.library.context_batch import ContextBatch, Kind
+    from mtrain_cli.library.context_parallel import ContextParallel
 
     # The attention of each kind of layers of a batch, and the numbers of the layers.
-    Kinds = dict[_Kind, tuple[ContextAttention, set[int]]]
+    Kinds = dict[Kind, tuple[ContextAttention, set[int]]]
 
 
 class Profile:
@@ -107,7 +108,7 @@ class Profile:
         self._begin()
 
     def seen(
-        self, batch: ContextBatch, kind: _Kind, layer: int, attend: ContextAttention
+        self, batch: ContextBatch, kind: Kind, layer: int, attend: ContextAttention
     ) -> ContextAttention:
         """Note that a layer calls attention. Return the attention, recorded if the step is."""
         if not self._recording:
@@ -235,7 +236,7 @@ class Profile:
         return case, {name: sorted(numbers) for name, numbers in by_kind.items()}
 
 
-def _name(kind: _Kind, attend: ContextAttention) -> str:
+def _name(kind: Kind, attend: ContextAttention) -> str:
     window, full = LAYER_KINDS
     if attend.index is not None:
         return SPARSE_KINDS[0]
@@ -246,7 +247,7 @@ def _name(kind: _Kind, attend: ContextAttention) -> str:
 def _estimated(layout: Layout, kinds: Kinds, of: int) -> Estimated:
     """Return what a batch computed. Layers with an index come first, then those with windows."""
 
-    def order(kind: _Kind) -> tuple[bool, float]:
+    def order(kind: Kind) -> tuple[bool, float]:
         return kinds[kind][0].index is None, math.inf if kind.window is None else kind.window
 
     (first, _), *others = (kinds[kind] for kind in sorted(kinds, key=order))

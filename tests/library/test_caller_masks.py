@@ -26,7 +26,8 @@ from slow_cases import mostly_slow
 from mtrain_cli import api
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.context_batch import ContextBatch
+from mtrain_cli.library.context_parallel import ContextParallel
 from mtrain_cli.library.settings import Processes, compose_settings
 from mtrain_cli.library.slices import read_slices
 

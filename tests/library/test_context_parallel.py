@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli import api
-from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.context_batch import ContextBatch
+from mtrain_cli.library.context_parallel import ContextParallel
 from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, compose_settings
 from mtrain_cli.parallel.exchange import Exchange
@@ -599,7 +600,7 @@ def test_recomputation_measures_no_logits_again(monkeypatch, sparsity, kept):
         measured.append(1)
         return largest_logits(*args)
 
-    monkeypatch.setattr("mtrain_cli.library.context_parallel.largest_logits", counted)
+    monkeypatch.setattr("mtrain_cli.library.context_batch.largest_logits", counted)
     batch = made(sparsity, f"train.activation_checkpoint={kept}").batch(DOCUMENTS)
     batch.measures = True
     x = batch.shard(whole_tensors()[0].float()).requires_grad_()
