@@ -74,8 +74,8 @@ _PRODUCTS = {EXPERTS_IN: 2, EXPERTS_OUT: 1}  # relative size of the products
 WAIT_FOR_NUMBERS = Constant(
     HOST_WAIT_US, "measured",
     "us per layer and micro-batch without work for the GPU, as the host waits for numbers of rows, "
-    "and all else that predictions lack; two H100s, 8 layers of Qwen3-30B-A3B, 8K and 32K",
-    300, 9000,
+    "and all else that predictions lack; two H200s, 8 layers of Qwen3-30B-A3B, 16K to 128K",
+    300, 6000,
 )  # fmt: skip
 EXAMPLE = "zipf:X with X from 0 (equal loads) to 3, or a profile of experts"
 _MOST = 3.0

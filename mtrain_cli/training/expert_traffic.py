@@ -39,10 +39,9 @@ from mtrain_cli.training.state_memory import BYTES
 _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
 # Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
 # messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
-# rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
-# against 1 (profiles/notes.md, 2026-11-26): 2.2 ms at 32K and 5.7 ms at 8K, where less computation
-# hides the host. This is their mean.
-HOST_WAIT_US = 4000.0
+# rows, so it cannot queue work ahead. Two H200s of one host, 8 layers of Qwen3-30B-A3B, degree 2
+# against 1 (docs/benchmarks.md): 2.1 ms at 16K, 1.5 at 32K and 3.8 at 128K. This is their mean.
+HOST_WAIT_US = 2500.0
 # A larger degree must take less than this share of the time of a smaller one: prices are not exact.
 _WORTH_IT = 0.97
 
