@@ -189,8 +189,14 @@ def lines(document: dict[str, Any]) -> list[str]:
         f"launches  {mean('launches'):,.0f} kernels; launch overhead "
         f"{_ms(mean('launching_ms'))} ms on the host{delay}",
         f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
-        f"GPU idle {_ms(part(IDLE))} ms",
+        f"GPU idle {_ms(part(IDLE))} ms{_of_recording(recorded - plain, part(IDLE) + waits)}",
     ]
+
+
+def _of_recording(slower: float, unused: float) -> str:
+    """Say how much of idle time and waits recording may have caused: it slows the host."""
+    share = min(1.0, slower / unused) if unused else 0.0
+    return f"; of idle and waits, up to {share:.0%} come from recording" if share > 0.1 else ""
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:

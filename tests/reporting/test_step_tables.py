@@ -56,6 +56,12 @@ def test_lines_name_their_rank_and_quantity():
     assert "90 ms (median of 2 steps before)" in of_gpu[0]
     assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
     assert of_gpu[2].endswith("1 ms exposed; 3 messages, not found on other ranks, count as links")
+    assert of_gpu[4].endswith("GPU idle 0 ms")
+    idle = rank | gpu | {"parts": {"links": 1.0, "waits": 15.0, "idle": 25.0}}
+    (*_, last) = lines({"ranks": [idle], "gpu": True, "plain": plain})
+    assert last.endswith("GPU idle 25 ms; of idle and waits, up to 50% come from recording")
+    (*_, last) = lines({"ranks": [idle | {"plain_ms": 97.0}], "gpu": True, "plain": plain})
+    assert last.endswith("GPU idle 25 ms")
 
 
 def test_the_table_of_messages_says_how_much_is_exposed():
