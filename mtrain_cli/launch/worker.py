@@ -81,10 +81,12 @@ def main() -> None:
     run_dir = RunDir(arguments.run_dir)
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        progress_record.start_record(progress_record.launcher_record_path(error_file, rank))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         config = resolved_file.load(run_dir.resolved)
+        if error_file:
+            record = progress_record.launcher_record_path(error_file, rank)
+            progress_record.start_record(record, config.topology.timeout_s)
         environment = dataclasses.replace(
             resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
         )
@@ -170,7 +172,7 @@ def run_in_job(
         if environment.device == "cuda":
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
-        progress_record.start_record(record)
+        progress_record.start_record(record, agreed.topology.timeout_s)
         _run_target(agreed, run_dir, environment, resume, target, job_store(job))
         if agent_is_gone():
             who = f"rank {job.rank}: its torchrun on {socket.gethostname()} is gone"
