@@ -37,6 +37,7 @@ _decisions = itertools.count()
 _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
 _HOST = "host of rank {}"
 _smaller: tuple[Job, Job] | None = None  # the job that was started, and the one that continues
+_NOTE_READ = "mtrain note is read"
 _NOTE_TIMEOUT_S = 10.0
 _ANSWER_S = 30.0  # of a store that is there
 
@@ -410,6 +411,7 @@ def require_no_note(store: Store) -> None:
     """Raise ConfigError with what a rank that does not come has told (`tell_the_others`)."""
     if not store.check([_NOTE]):
         return
+    store.set(_NOTE_READ, "")
     text = unseal(_NOTE, store.get(_NOTE))
     try:
         rank, *problems = json.loads(text)
@@ -426,11 +428,16 @@ def tell_the_others(problems: Iterable[str]) -> None:
     """
     with contextlib.suppress(Exception):
         job = current_job(check=False)
-        if job is None or job_store.cache_info().misses:
-            return  # or it has met the others, and has told them
+        if job is None:
+            return
         if job.rank:
-            _leave_note(job, connect(job, timedelta(seconds=_NOTE_TIMEOUT_S)), problems)
-        elif not torchrun_serves():  # which ends them
+            store = connect(job, timedelta(seconds=_NOTE_TIMEOUT_S))
+            _leave_note(job, store, problems)
+            if torchrun_serves():  # it ends rank 0, too, which must first print why
+                store.wait([_NOTE_READ], STORE_TIMEOUT)
+                time.sleep(1)
+        elif not torchrun_serves() and not job_store.cache_info().misses:
+            # torchrun ends them, or they have met.
             store = open_store(job)
             store.set(_HELLO, seal(_HELLO, "0"))
             _wait_for_readers(store, _NOTES, job)

@@ -124,6 +124,8 @@ def run_in_job(
 
     The code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
     """
+    import torch.distributed as dist
+
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
     job = current_job()
@@ -145,6 +147,15 @@ def run_in_job(
             with contextlib.suppress(OSError):  # it is of the disk that rank 0 has, or not empty
                 remove()
 
+    def end() -> None:
+        if not dist.is_initialized():
+            forget()
+            exit_now(128 + signal.SIGTERM)
+
+    # torchrun ends all ranks after one, also while they wait for it. Other launchers send the
+    # signal before a time limit: the run stops when all have joined.
+    if torchrun_serves():
+        stop_request.call_at(signal.SIGTERM, end)
     duties = RankZeroDuties(forget, failed, run_dir.beat)
     try:
         channel = FailureChannel(job, duties, run_dir.logs)
@@ -245,9 +256,6 @@ def _run_target(
 
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
-        # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
-        # Other launchers send it before a time limit: the run stops when all have joined.
-        before = stop_request.end_at(signal.SIGTERM) if torchrun_serves() else None
         dist.init_process_group(
             backend,
             store=store,
@@ -256,8 +264,6 @@ def _run_target(
             timeout=timeout,
             device_id=device,
         )
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()
