@@ -25,6 +25,8 @@ from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.guarded_streams import print_error
+from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -97,7 +99,7 @@ def current_job(variables: Mapping[str, str] | None = None, check: bool = True) 
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
         return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")), check)
-    return None
+    return _torchrun_job(variables) if "RANK" in variables else None
 
 
 _NAMES = {
@@ -169,8 +171,10 @@ def hosts_of_ranks(job: Job) -> list[str]:
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in variables]:
-        problem = f"the environment sets a rank but not {', '.join(missing)}"
-        raise ConfigError(f"RANK={variables['RANK']}: {problem}. torchrun sets all of these.")
+        raise ConfigError(
+            f"RANK={variables['RANK']}: the environment sets a rank but not {', '.join(missing)}. "
+            "torchrun sets all of these; without a launcher, unset RANK."
+        )
     numbers: dict[str, Any] = {
         name.lower(): _number(variables[name], name) for name in names if name != "MASTER_ADDR"
     }
@@ -434,8 +438,12 @@ def tell_the_others(problems: Iterable[str]) -> None:
             store = connect(job, timedelta(seconds=_NOTE_TIMEOUT_S))
             _leave_note(job, store, problems)
             if torchrun_serves():  # it ends rank 0, too, which must first print why
-                store.wait([_NOTE_READ], STORE_TIMEOUT)
-                time.sleep(1)
+                try:
+                    store.wait([_NOTE_READ], timedelta(seconds=_ANSWER_S))
+                    time.sleep(1)
+                except RuntimeError:
+                    for problem in problems if job.local_rank else ():  # else it is printed
+                        print_error(f"mtrain: rank {job.rank}: {one_line(problem)}")
         elif not torchrun_serves() and not job_store.cache_info().misses:
             # torchrun ends them, or they have met.
             store = open_store(job)

@@ -264,12 +264,24 @@ def test_a_rank_does_not_end_under_torchrun_before_rank_0_has_read_why(agent_sto
     wait_for(lambda: store.check([jobs._NOTE]))
     teller.join(0.5)
     assert teller.is_alive()
-    with pytest.raises(ConfigError, match="^rank 1: seq=abc: no number$"):
+    with pytest.raises(ConfigError, match=r"^rank 1: seq=abc: no number$"):
         jobs.require_no_note(store)
     teller.join(0.5)
     assert teller.is_alive(), "rank 0 has not yet printed it"
     teller.join(10)
     assert not teller.is_alive()
+
+
+def test_a_rank_says_itself_why_it_does_not_come_if_rank_0_does_not(
+    agent_store, monkeypatch, capsys
+):
+    monkeypatch.setattr(jobs, "_ANSWER_S", 0.5)
+    for rank, said in (1, "mtrain: rank 1: seq=abc: no number\n"), (2, ""):
+        variables = under_torchrun(agent_store, rank, 4) | {"LOCAL_WORLD_SIZE": "2"}
+        for name, value in (variables | {"LOCAL_RANK": str(rank % 2)}).items():
+            monkeypatch.setenv(name, value)
+        jobs.tell_the_others(["seq=abc: no number"])
+        assert capsys.readouterr().err == said, "the first rank of a node has said it already"
 
 
 def test_a_rank_that_has_met_the_others_still_tells_why_it_does_not_come():
