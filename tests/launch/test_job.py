@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -231,9 +232,9 @@ def agent_store(monkeypatch) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def under_torchrun(store: dist.TCPStore, rank: int, ranks: int) -> dict[str, str]:
+def under_torchrun(store: dist.Store, rank: int, ranks: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    numbers |= {"MASTER_PORT": store.port}
+    numbers |= {"MASTER_PORT": getattr(store, "port", 1)}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
@@ -253,6 +254,38 @@ def test_torchrun_ends_rank_0_after_it_said_why_another_rank_does_not_come(wrong
     expected = "MTRAIN_SECRET: an entry in the job's" if wrong else "rank 1: seq=abc: expected"
     assert said.startswith(f"error: {expected}")
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("how", ["decides", "does not come"])
+def test_rank_0_that_serves_the_store_stays_until_the_others_know_why_it_ends(how, monkeypatch):
+    store, said = dist.HashStore(), []
+    for name, value in under_torchrun(store, 0, 3).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs, "open_store", lambda _: store)
+
+    def fail() -> None:
+        if how == "decides":
+            monkeypatch.setattr(jobs, "job_store", lambda _: store)
+            with pytest.raises(ConfigError, match="too long"):
+                jobs.decide_on_rank_zero(lambda: _raise(ConfigError("seq=1g: too long")), "choice")
+        else:
+            jobs.tell_the_others(["seq=1g: too long"])
+        said.append(time.monotonic())
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    key = "choice" if how == "decides" else jobs._HELLO
+    wait_for(lambda: store.check([key]))
+    for _ in range(2):  # the others
+        failing.join(0.4)
+        assert failing.is_alive()
+        store.add("readers of choice" if how == "decides" else jobs._NOTES, 1)
+    failing.join(5)
+    assert said
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def test_a_rank_does_not_end_under_torchrun_before_rank_0_has_read_why(agent_store, monkeypatch):
