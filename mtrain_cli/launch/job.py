@@ -235,9 +235,8 @@ def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list. ``gpu[07-09,12],login1`` gives ``gpu07``."""
     head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if head is None:
-        raise ConfigError(
-            f"SLURM_JOB_NODELIST={nodes}: cannot read the first host. Set MASTER_ADDR."
-        )
+        problem = "cannot read the first host. Set MASTER_ADDR."
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: {problem}")
     prefix, ranges, suffix = head.groups()
     return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "") + suffix
 
@@ -306,12 +305,9 @@ def _explain_failures(job: Job) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
-        is_taken = job.rank == 0 and "already in use" in reason
-        advice = (
-            "Choose another port for all ranks."
-            if is_taken
-            else "Set both to rank 0's address and port."
-        )
+        advice = "Set both to rank 0's address and port."
+        if job.rank == 0 and "already in use" in reason:
+            advice = "Choose another port for all ranks."
         raise ConfigError(
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). {advice}"
         ) from error
@@ -428,7 +424,7 @@ def tell_the_others(problems: Iterable[str]) -> None:
     """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise.
 
     Give up if rank 0 does not open its store within `_NOTE_TIMEOUT_S`. Rank 0 itself turns away
-    all ranks that come within this time.
+    all ranks that come within this time. Under torchrun, print it if rank 0 does not read it.
     """
     with contextlib.suppress(Exception):
         job = current_job(check=False)
@@ -444,8 +440,7 @@ def tell_the_others(problems: Iterable[str]) -> None:
                 except RuntimeError:
                     for problem in problems if job.local_rank else ():  # else it is printed
                         print_error(f"mtrain: rank {job.rank}: {one_line(problem)}")
-        elif not torchrun_serves() and not job_store.cache_info().misses:
-            # torchrun ends them, or they have met.
+        elif not (torchrun_serves() or job_store.cache_info().misses):  # it ends them, or all met
             store = open_store(job)
             store.set(_HELLO, seal(_HELLO, "0"))
             _wait_for_readers(store, _NOTES, job)

@@ -244,17 +244,16 @@ def read_status(run: RunDir) -> RunStatus:
         if written.records and (last := progress_record.read_activity(_record(written, 0))):
             step = max(step, last.training_step - 1)
     since = None if written is None else now - (written.stepped or written.began)
-    steps, damaged, silent_s = 0, [], progress_record.SILENT_S
+    steps, damaged, timeout_s = 0, [], math.inf
     try:
         if run.resolved.exists():
             config = resolved_file.load(run.resolved)
-            steps = config.train.steps
-            silent_s = progress_record.silent_after(config.topology.timeout_s)
+            steps, timeout_s = config.train.steps, config.topology.timeout_s
     except ConfigError as error:
         consequence = "the run cannot be resumed or exported until this is fixed"
         damaged.append(f"{error.problems[0]}; {consequence}")
-    typical = (written and written.seconds) or 0.0
-    is_late = since is not None and since > max(silent_s, STALLED_STEPS * typical)
+    slow_s = STALLED_STEPS * ((written and written.seconds) or 0.0)
+    is_late = (since or 0.0) > max(progress_record.silent_after(timeout_s), slow_s)
     what, detail = _classify(run, written, life.alive, is_late, step)
     restarts, rollbacks, unread = read_events(run)
     damaged += unread

@@ -152,9 +152,7 @@ def run_in_job(
             forget()
             exit_now(128 + signal.SIGTERM)
 
-    # torchrun ends all ranks after one, also while they wait for it. Other launchers send the
-    # signal before a time limit: the run stops when all have joined.
-    if torchrun_serves():
+    if torchrun_serves():  # it ends all ranks after one; others send it before a time limit
         stop_request.call_at(signal.SIGTERM, end)
     duties = RankZeroDuties(forget, failed, run_dir.beat)
     try:
@@ -257,13 +255,9 @@ def _run_target(
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timeout,
+            backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timeout,
             device_id=device,
-        )
+        )  # fmt: skip
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()
