@@ -428,8 +428,8 @@ def tell_the_others(problems: Iterable[str]) -> None:
     """
     with contextlib.suppress(Exception):
         job = current_job(check=False)
-        if job is None:
-            return
+        if job is None or (cache := job_store.cache_info()).misses > cache.currsize:
+            return  # it found no store, or has left a note there
         if job.rank:
             store = connect(job, timedelta(seconds=_NOTE_TIMEOUT_S))
             _leave_note(job, store, problems)
@@ -440,7 +440,7 @@ def tell_the_others(problems: Iterable[str]) -> None:
                 except RuntimeError:
                     for problem in problems if job.local_rank else ():  # else it is printed
                         print_error(f"mtrain: rank {job.rank}: {one_line(problem)}")
-        elif not (torchrun_serves() or job_store.cache_info().misses):  # it ends them, or all met
+        elif not (torchrun_serves() or cache.misses):  # it ends them, or all have met
             store = open_store(job)
             store.set(_HELLO, seal(_HELLO, "0"))
             _wait_for_readers(store, _NOTES, job)
