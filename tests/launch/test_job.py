@@ -247,10 +247,11 @@ def test_torchrun_ends_rank_0_after_it_said_why_another_rank_does_not_come(wrong
         variables_of={0: variables[0] | same, 1: variables[1] | same | wrong},
     )  # fmt: skip
     assert job.ranks[1].wait(60) == 2
-    assert Path("run").exists(), "rank 0 waits for rank 1"
-    job.ranks[0].send_signal(signal.SIGTERM)
+    if job.ranks[0].poll() is None:
+        job.ranks[0].send_signal(signal.SIGTERM)
     (code, said), _ = job.ends()
-    assert code == 128 + signal.SIGTERM
+    # The sign of life of a rank with another secret may end rank 0 first.
+    assert code == 128 + signal.SIGTERM or (wrong and code == 2)
     expected = "MTRAIN_SECRET: an entry in the job's" if wrong else "rank 1: seq=abc: expected"
     assert said.startswith(f"error: {expected}")
     assert not Path("run").exists()
