@@ -145,7 +145,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
 def _print_problems(problems: Iterable[str]) -> None:
     """Print each problem on stderr, by one rank per machine: all ranks of a job find the same."""
     rank = job_rank()
-    if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
+    if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")) != "0":
         return
     for problem in problems:
         print(f"mtrain: {f'rank {rank}: ' if rank else ''}{one_line(problem)}", file=sys.stderr)

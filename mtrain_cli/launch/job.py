@@ -25,6 +25,8 @@ from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.guarded_streams import print_error
+from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,6 +39,7 @@ _decisions = itertools.count()
 _HELLO, _JOINED, _NOTE, _NOTES = "mtrain hello", "mtrain joined", "mtrain note", "mtrain notes"
 _HOST = "host of rank {}"
 _smaller: tuple[Job, Job] | None = None  # the job that was started, and the one that continues
+_NOTE_READ = "mtrain note is read"
 _NOTE_TIMEOUT_S = 10.0
 _ANSWER_S = 30.0  # of a store that is there
 
@@ -96,7 +99,7 @@ def current_job(variables: Mapping[str, str] | None = None, check: bool = True) 
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
         return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")), check)
-    return None
+    return _torchrun_job(variables) if "RANK" in variables else None
 
 
 _NAMES = {
@@ -168,8 +171,10 @@ def hosts_of_ranks(job: Job) -> list[str]:
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in variables]:
-        problem = f"the environment sets a rank but not {', '.join(missing)}"
-        raise ConfigError(f"RANK={variables['RANK']}: {problem}. torchrun sets all of these.")
+        raise ConfigError(
+            f"RANK={variables['RANK']}: the environment sets a rank but not {', '.join(missing)}. "
+            "torchrun sets all of these; without a launcher, unset RANK."
+        )
     numbers: dict[str, Any] = {
         name.lower(): _number(variables[name], name) for name in names if name != "MASTER_ADDR"
     }
@@ -230,9 +235,8 @@ def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list. ``gpu[07-09,12],login1`` gives ``gpu07``."""
     head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if head is None:
-        raise ConfigError(
-            f"SLURM_JOB_NODELIST={nodes}: cannot read the first host. Set MASTER_ADDR."
-        )
+        problem = "cannot read the first host. Set MASTER_ADDR."
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: {problem}")
     prefix, ranges, suffix = head.groups()
     return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "") + suffix
 
@@ -301,12 +305,9 @@ def _explain_failures(job: Job) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
-        is_taken = job.rank == 0 and "already in use" in reason
-        advice = (
-            "Choose another port for all ranks."
-            if is_taken
-            else "Set both to rank 0's address and port."
-        )
+        advice = "Set both to rank 0's address and port."
+        if job.rank == 0 and "already in use" in reason:
+            advice = "Choose another port for all ranks."
         raise ConfigError(
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). {advice}"
         ) from error
@@ -410,6 +411,7 @@ def require_no_note(store: Store) -> None:
     """Raise ConfigError with what a rank that does not come has told (`tell_the_others`)."""
     if not store.check([_NOTE]):
         return
+    store.set(_NOTE_READ, "")
     text = unseal(_NOTE, store.get(_NOTE))
     try:
         rank, *problems = json.loads(text)
@@ -422,15 +424,23 @@ def tell_the_others(problems: Iterable[str]) -> None:
     """Tell rank 0 why this rank of a job does not come, so that it need not wait. Never raise.
 
     Give up if rank 0 does not open its store within `_NOTE_TIMEOUT_S`. Rank 0 itself turns away
-    all ranks that come within this time.
+    all ranks that come within this time. Under torchrun, print it if rank 0 does not read it.
     """
     with contextlib.suppress(Exception):
         job = current_job(check=False)
-        if job is None or job_store.cache_info().misses:
-            return  # or it has met the others, and has told them
+        if job is None or (cache := job_store.cache_info()).misses > cache.currsize:
+            return  # it found no store, or has left a note there
         if job.rank:
-            _leave_note(job, connect(job, timedelta(seconds=_NOTE_TIMEOUT_S)), problems)
-        elif not torchrun_serves():  # which ends them
+            store = connect(job, timedelta(seconds=_NOTE_TIMEOUT_S))
+            _leave_note(job, store, problems)
+            if torchrun_serves():  # it ends rank 0, too, which must first print why
+                try:
+                    store.wait([_NOTE_READ], timedelta(seconds=_ANSWER_S))
+                    time.sleep(1)
+                except RuntimeError:
+                    for problem in problems if job.local_rank else ():  # else it is printed
+                        print_error(f"mtrain: rank {job.rank}: {one_line(problem)}")
+        elif not (torchrun_serves() or cache.misses):  # it ends them, or all have met
             store = open_store(job)
             store.set(_HELLO, seal(_HELLO, "0"))
             _wait_for_readers(store, _NOTES, job)

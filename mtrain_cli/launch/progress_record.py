@@ -8,6 +8,7 @@ activity. A thread renews the time stamp of the file, unless the process is stop
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import struct
@@ -22,17 +23,18 @@ from mtrain_cli.config import plugins
 SEVERAL = -1  # value of waits_for: the worker waits for all other ranks of a collective
 _NOBODY = -2
 # The file has parts of 256 bytes. Its first byte is the number of the part with the current record,
-# from 1. The next record goes to the next part, and after the last to the first, so no reader of
-# the others sees half a record.
+# from 1; at byte 8 is `WorkerActivity.silent_s`. The next record goes to the next part, and after
+# the last to the first, so no reader of the others sees half a record.
 # A record is seconds since the epoch by rank 0's clock, training step, rank that the worker waits
 # for, then text.
-_HEAD = struct.Struct("<dii")
+_HEAD, _SILENT = struct.Struct("<dii"), struct.Struct("<d")
 _SLOT = 256
 _PARTS = 128
 _SIZE = (1 + _PARTS) * _SLOT
 _SHOWN = 8
-BEAT_S = 5.0  # seconds between two renewals of the time stamp
+BEAT_S = 5.0  # most seconds between two renewals of the time stamp
 SILENT_S = 60.0  # a worker this long without one hangs; network file systems show it later
+_LEAST_SILENT_S = 5.0  # a library that loads may keep the thread from renewing it this long
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class WorkerActivity:
     waits_for: int | None = None  # a rank, SEVERAL in a collective, or None
     # The last sign of life, by the clock of the disk; 0 if unknown.
     seen: float = field(default=0.0, compare=False)
+    silent_s: float = field(default=SILENT_S, compare=False)  # this long without one, it hangs
 
     def text(self, now: float) -> str:
         """Return the activity in one line, with its age at ``now`` if at least one second."""
@@ -55,18 +58,19 @@ class WorkerActivity:
 
 
 class _ProgressRecord:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, silent_s: float) -> None:
         with path.open("w+b") as file:
             # Write all bytes now. If the disk were full at a later write to the mapped memory,
             # SIGBUS would end the process.
             file.write(bytes(_SIZE))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
+        _SILENT.pack_into(self._map, _SILENT.size, silent_s)
         self._current = 0
         self.training_step = 0
         self.place = ""
-        beat = threading.Thread(target=_beat, args=(path,), name="signs of life", daemon=True)
-        beat.start()
+        beat = (path, min(BEAT_S, silent_s / 4))
+        threading.Thread(target=_beat, args=beat, name="signs of life", daemon=True).start()
 
     def write(self, doing: str, waits_for: int) -> None:
         self._current = self._current % _PARTS + 1
@@ -81,10 +85,10 @@ class _ProgressRecord:
         return next(_parsed(self._map[:]), None)
 
 
-def _beat(path: Path) -> None:
+def _beat(path: Path, seconds: float) -> None:
     with contextlib.suppress(OSError):  # the record was removed
         while True:
-            time.sleep(BEAT_S)
+            time.sleep(seconds)
             os.utime(path)
 
 
@@ -103,11 +107,16 @@ def now() -> float:
     return time.time() - _ahead
 
 
-def start_record(path: Path) -> None:
+def silent_after(timeout_s: float) -> float:
+    """Return the seconds without progress that are suspicious, before ``topology.timeout_s``."""
+    return min(SILENT_S, max(_LEAST_SILENT_S, timeout_s / 2))
+
+
+def start_record(path: Path, timeout_s: float = math.inf) -> None:
     """Start the record of this worker in the file ``path``. If that fails, keep no record."""
     global _record
     with contextlib.suppress(OSError):
-        _record = _ProgressRecord(path)
+        _record = _ProgressRecord(path, silent_after(timeout_s))
 
 
 def note(doing: str, waits_for: int | None = None) -> None:
@@ -174,9 +183,9 @@ def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
 
 
 def silent_ranks(records: Mapping[int, WorkerActivity]) -> set[int]:
-    """Return the ranks whose last sign of life is `SILENT_S` older than another rank's."""
+    """Return the ranks whose last sign of life is ``silent_s`` older than another rank's."""
     newest = max((a.seen for a in records.values()), default=0.0)  # the clock here may differ
-    return {rank for rank, a in records.items() if a.seen and newest - a.seen > SILENT_S}
+    return {rank for rank, a in records.items() if a.seen and newest - a.seen > a.silent_s}
 
 
 def ranks_not_waiting(ranks: Iterable[int], records: Mapping[int, WorkerActivity]) -> list[int]:
@@ -188,6 +197,7 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
     """Yield the activities in a file, the newest first. seen: the last sign of life."""
     if len(content) < _SIZE or not 1 <= content[0] <= _PARTS:
         return
+    (silent_s,) = _SILENT.unpack_from(content, _SILENT.size)
     for back in range(_PARTS - 1):  # the next record may be half written to the oldest part
         at = ((content[0] - 1 - back) % _PARTS + 1) * _SLOT
         seconds, step, waits_for = _HEAD.unpack_from(content, at)
@@ -195,7 +205,7 @@ def _parsed(content: bytes, seen: float = 0.0) -> Iterator[WorkerActivity]:
             return
         doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
         awaited = None if waits_for == _NOBODY else waits_for
-        yield WorkerActivity(seconds, step, doing, awaited, seen)
+        yield WorkerActivity(seconds, step, doing, awaited, seen, silent_s or SILENT_S)
 
 
 def keep(logs: Path, files: Mapping[int, Path], gone: Collection[int]) -> None:

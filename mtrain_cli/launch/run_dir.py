@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
+from mtrain_cli.launch.stop_request import remember
 from mtrain_cli.printable import one_line
 
 RUNS = Path("runs")
@@ -245,6 +247,8 @@ def _share_run(action: Callable[[], RunDir]) -> RunDir:
     runs: list[RunDir] = []
 
     def act() -> str:
+        if current_job() is not None:  # else SIGTERM would leave a run that has not begun
+            remember(signal.SIGTERM)  # `worker.run_in_job` answers it
         runs.append(action())
         return str(runs[0].path)
 

@@ -34,7 +34,7 @@ HEARTBEAT_S = 10.0  # seconds between two renewals of the lock's time stamp
 SILENT_S = 60.0  # a lock this old is not alive; network file systems show it half a minute late
 WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
-STALLED_S, STALLED_STEPS = 60.0, 5.0  # a stalled step exceeds both: seconds, and typical steps
+STALLED_STEPS = 5.0  # a stalled step takes longer than this many, and than `silent_after`
 ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
 _OF_LAST_STEP = (
@@ -244,13 +244,17 @@ def read_status(run: RunDir) -> RunStatus:
         if written.records and (last := progress_record.read_activity(_record(written, 0))):
             step = max(step, last.training_step - 1)
     since = None if written is None else now - (written.stepped or written.began)
-    what, detail = _classify(run, written, life.alive, since, step)
-    steps, damaged = 0, []
+    steps, damaged, timeout_s = 0, [], math.inf
     try:
-        steps = resolved_file.load(run.resolved).train.steps if run.resolved.exists() else 0
+        if run.resolved.exists():
+            config = resolved_file.load(run.resolved)
+            steps, timeout_s = config.train.steps, config.topology.timeout_s
     except ConfigError as error:
         consequence = "the run cannot be resumed or exported until this is fixed"
         damaged.append(f"{error.problems[0]}; {consequence}")
+    slow_s = STALLED_STEPS * ((written and written.seconds) or 0.0)
+    is_late = (since or 0.0) > max(progress_record.silent_after(timeout_s), slow_s)
+    what, detail = _classify(run, written, life.alive, is_late, step)
     restarts, rollbacks, unread = read_events(run)
     damaged += unread
     checkpoint = None
@@ -304,7 +308,7 @@ def _record(written: RunState, rank: int) -> Path:
 
 
 def _classify(
-    run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int
+    run: RunDir, written: RunState | None, alive: bool, is_late: bool, step: int
 ) -> tuple[str, str]:
     if not alive:
         if written is not None and written.phase in ENDED:
@@ -318,6 +322,6 @@ def _classify(
         return "restarting", written.reason
     if written.phase in ENDED:
         return "running", f"about to end: {written.phase}"
-    if since is not None and since > max(STALLED_S, STALLED_STEPS * (written.seconds or 0.0)):
+    if is_late:
         return "stalled", f"no step since step {step}"
     return "running", ""

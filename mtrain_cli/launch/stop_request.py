@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the start of every command imports this module
     from mtrain_cli.launch.run_dir import RunDir
@@ -82,12 +84,20 @@ def stop_on_signals() -> None:
         signal.signal(SAVE, lambda *_: os.write(2, line) and None)
 
 
-def end_at(number: signal.Signals) -> Any:
-    """Let a signal end this process, also one that was remembered. Return the handler before."""
-    before = signal.signal(number, signal.SIG_DFL)
+def call_at(number: signal.Signals, action: Callable[[], object]) -> None:
+    """Call ``action`` at a signal that is remembered, also if the main thread is blocked in C++."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # as Python asks for
+    signal.set_wakeup_fd(writer)
+
+    def answer() -> None:
+        while True:
+            if os.read(reader, 1)[0] == number:
+                action()
+
+    threading.Thread(target=answer, name="signals", daemon=True).start()
     if number in _received:
-        signal.raise_signal(number)
-    return before
+        action()
 
 
 def take_received() -> list[int]:

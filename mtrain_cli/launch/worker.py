@@ -81,10 +81,12 @@ def main() -> None:
     run_dir = RunDir(arguments.run_dir)
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        progress_record.start_record(progress_record.launcher_record_path(error_file, rank))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         config = resolved_file.load(run_dir.resolved)
+        if error_file:
+            record = progress_record.launcher_record_path(error_file, rank)
+            progress_record.start_record(record, config.topology.timeout_s)
         environment = dataclasses.replace(
             resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
         )
@@ -122,6 +124,8 @@ def run_in_job(
 
     The code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
     """
+    import torch.distributed as dist
+
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
     job = current_job()
@@ -143,6 +147,13 @@ def run_in_job(
             with contextlib.suppress(OSError):  # it is of the disk that rank 0 has, or not empty
                 remove()
 
+    def end() -> None:
+        if not dist.is_initialized():
+            forget()
+            exit_now(128 + signal.SIGTERM)
+
+    if torchrun_serves():  # it ends all ranks after one; others send it before a time limit
+        stop_request.call_at(signal.SIGTERM, end)
     duties = RankZeroDuties(forget, failed, run_dir.beat)
     try:
         channel = FailureChannel(job, duties, run_dir.logs)
@@ -170,7 +181,7 @@ def run_in_job(
         if environment.device == "cuda":
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
-        progress_record.start_record(record)
+        progress_record.start_record(record, agreed.topology.timeout_s)
         _run_target(agreed, run_dir, environment, resume, target, job_store(job))
         if agent_is_gone():
             who = f"rank {job.rank}: its torchrun on {socket.gethostname()} is gone"
@@ -243,19 +254,10 @@ def _run_target(
 
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
-        # Blocked here, a rank could not answer the signal by which torchrun ends all after one.
-        # Other launchers send it before a time limit: the run stops when all have joined.
-        before = stop_request.end_at(signal.SIGTERM) if torchrun_serves() else None
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timeout,
+            backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timeout,
             device_id=device,
-        )
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        )  # fmt: skip
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

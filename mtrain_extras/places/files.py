@@ -51,7 +51,8 @@ def why(error: BaseException) -> str:
     """Return one short line on an error of a library."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
-        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        file = error.filename2 or error.filename  # a failed copy has the file that it writes second
+        text = f"{error.strerror}: {file}" if file else error.strerror
     return one_line(text.splitlines()[0])[:300]
 
 

@@ -228,7 +228,7 @@ def test_a_rank_tells_the_others_of_a_mistake_in_a_command_whose_ranks_meet(
 ):
     said = []
     monkeypatch.setattr(command_line, "tell_the_others", said.extend)
-    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("SLURM_PROCID", rank)
     result = CliRunner().invoke(command_line.app, words.split())
     assert result.exit_code == 2
     assert [line.partition(":")[0] for line in said] == ["seq=abc"] * told
@@ -236,6 +236,7 @@ def test_a_rank_tells_the_others_of_a_mistake_in_a_command_whose_ranks_meet(
 
 def test_in_a_job_one_process_per_machine_prints_the_error():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("mtrain/0/4", store).set("mtrain note is read", "")  # by rank 0
 
     def message(rank: int, local_rank: int) -> str:
         job = {
@@ -250,6 +251,9 @@ def test_in_a_job_one_process_per_machine_prints_the_error():
     assert message(0, 0).startswith("mtrain: seq=512q")
     assert message(1, 1) == ""
     assert message(2, 0).startswith("mtrain: rank 2: seq=512q")
+    alone = run("train", "seq=512q", RANK="3")
+    assert (alone.exit_code, alone.stderr.count("\n")) == (2, 1)
+    assert alone.stderr.startswith("mtrain: rank 3: RANK=3: the environment sets a rank but not ")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,9 @@ def found(*words: str) -> dict:
     return json.loads(status(*words, "--json").stdout)
 
 
-def begun(name: str = "first") -> RunDir:
-    run = run_dir.create(
-        compose([f"run.name={name}", "topology.device=cpu", "train.steps=100"]), []
-    )
+def begun(name: str = "first", words: Sequence[str] = ()) -> RunDir:
+    own = [f"run.name={name}", "topology.device=cpu", "train.steps=100"]
+    run = run_dir.create(compose([*own, *words]), [])
     run.release()
     return run
 
@@ -199,6 +199,26 @@ def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     )
     assert len(shown["where"]) == 1
     assert "rank 1: training step 13, ring, layer 3, forward, step 2 of 3 (7" in shown["where"][0]
+
+
+def test_a_stopped_rank_is_named_before_the_others_end_after_a_short_timeout(monkeypatch):
+    run = begun(words=["topology.timeout_s=50"])
+    stepped(run)
+    (run.path / ".lock").write_text("process 12 on node7\n")
+    for rank, waits_for in (0, 1), (1, 0), (2, 1):
+        monkeypatch.setattr(progress_record, "_record", None)
+        progress_record.start_record(run.path / f"where-{rank}", 50)
+        progress_record.note("a message", waits_for)
+    now = time.time()
+    for rank, seconds in (0, 26), (1, 0), (2, 26):
+        os.utime(run.path / f"where-{rank}", (now + seconds, now + seconds))
+    monkeypatch.setattr(run_status, "SILENT_S", 1000.0)
+    monkeypatch.setattr(time, "time", lambda: now + 26)
+    assert (found()["what"], found()["detail"]) == ("stalled", "no step since step 12")
+    (_, named), *_ = found()["notes"]
+    assert named.startswith(
+        "rank 1 (node7, GPU 1 (NVIDIA H200)) keeps others waiting. It shows no sign of life for 26 "
+    )
 
 
 def test_a_run_that_hangs_in_its_first_second_of_steps_shows_the_step_that_it_has_done(monkeypatch):

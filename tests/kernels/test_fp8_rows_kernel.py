@@ -83,6 +83,7 @@ def test_a_norm_equals_the_reference(width, adds, device):
     torch.testing.assert_close(h, x + added if adds else x, rtol=0.01, atol=0)
     wanted = reference.normed_rows(h, norm, 1e-6, None, True)[1]
     torch.testing.assert_close(n, wanted, rtol=0.01, atol=1e-6)
+    assert torch.equal(n, kernels.normed_rows(h, norm, 1e-6, None, True)[1]), "not of rounded h"
     assert_alike(cast, reference.cast_rows(n))
     again, nothing, alone = kernels.normed_rows(x, norm, 1e-6, added if adds else None, False)
     assert nothing is None

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import run_dir, worker
+from mtrain_cli.launch import failure_channel, run_dir, worker
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.job import job_rank, tell_the_others
+from mtrain_cli.launch.job import decide_on_rank_zero, job_rank, tell_the_others
 from mtrain_cli.launch.local import launch
 from mtrain_extras.watch import roll_call
 
@@ -53,6 +53,9 @@ def main() -> None:
         if os.environ.get("ENDS_EARLY") == str(job_rank()):
             time.sleep(1)  # until it has shown that it lives
             os.kill(os.getpid(), signal.SIGKILL)
+        if "DECIDES_FIRST" in os.environ:  # as --resume auto does
+            failure_channel.FAREWELL_S = 1.0
+            decide_on_rank_zero(str)
         config = compose.compose(overrides)
         environment = resolve_environment(config)
         sys.exit(

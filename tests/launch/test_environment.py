@@ -230,6 +230,17 @@ def test_no_job_where_mtrain_starts_its_own_workers(variables):
     assert current_job(variables) is None
 
 
+def test_a_rank_without_the_number_of_ranks_is_refused_unless_srun_says_it():
+    with pytest.raises(ConfigError) as error:
+        current_job({"RANK": "0"})
+    assert str(error.value) == (
+        "RANK=0: the environment sets a rank but not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+        "MASTER_ADDR, MASTER_PORT. torchrun sets all of these; without a launcher, unset RANK."
+    )
+    assert current_job(SRUN | {"RANK": "0"}) == current_job(SRUN)
+    assert current_job({"WORLD_SIZE": "4"}) is None, "a job's other commands have no rank"
+
+
 def test_contradictory_job_variables_are_a_clear_error():
     with pytest.raises(ConfigError, match="RANK=5: the environment sets a rank but not LOCAL_RANK"):
         current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})

@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -220,6 +222,112 @@ def test_rank_0_learns_at_once_why_a_rank_does_not_come(own, words, expected):
     assert codes[1] != 0
     assert errors[0].startswith(f"before the workers: {expected}")
     assert "Traceback" not in errors[1]
+    assert not Path("run").exists()
+
+
+@pytest.fixture
+def agent_store(monkeypatch) -> dist.TCPStore:
+    """The store of torchrun, whose place this process takes."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def under_torchrun(store: dist.Store, rank: int, ranks: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    numbers |= {"MASTER_PORT": getattr(store, "port", 1)}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+
+
+@pytest.mark.parametrize("wrong", [{"MTRAIN_SECRET": "b" * 32}, {}], ids=["secret", "setting"])
+def test_torchrun_ends_rank_0_after_it_said_why_another_rank_does_not_come(wrong, agent_store):
+    variables = {rank: under_torchrun(agent_store, rank, 2) for rank in range(2)}
+    same = {"MTRAIN_SECRET": "a" * 32}
+    job = SimulatedJob(
+        "adds_ranks", 2, "run.dir=run", of_rank={1: [] if wrong else ["seq=abc"]},
+        variables_of={0: variables[0] | same, 1: variables[1] | same | wrong},
+    )  # fmt: skip
+    assert job.ranks[1].wait(60) == 2
+    if job.ranks[0].poll() is None:
+        job.ranks[0].send_signal(signal.SIGTERM)
+    (code, said), _ = job.ends()
+    # The sign of life of a rank with another secret may end rank 0 first.
+    assert code == 128 + signal.SIGTERM or (wrong and code == 2)
+    expected = "MTRAIN_SECRET: an entry in the job's" if wrong else "rank 1: seq=abc: expected"
+    assert said.startswith(f"error: {expected}")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("how", ["decides", "does not come"])
+def test_rank_0_that_serves_the_store_stays_until_the_others_know_why_it_ends(how, monkeypatch):
+    store, said = dist.HashStore(), []
+    for name, value in under_torchrun(store, 0, 3).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs, "open_store", lambda _: store)
+
+    def fail() -> None:
+        if how == "decides":
+            monkeypatch.setattr(jobs, "job_store", lambda _: store)
+            with pytest.raises(ConfigError, match="too long"):
+                jobs.decide_on_rank_zero(lambda: _raise(ConfigError("seq=1g: too long")), "choice")
+        else:
+            jobs.tell_the_others(["seq=1g: too long"])
+        said.append(time.monotonic())
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    key = "choice" if how == "decides" else jobs._HELLO
+    wait_for(lambda: store.check([key]))
+    for _ in range(2):  # the others
+        failing.join(0.4)
+        assert failing.is_alive()
+        store.add("readers of choice" if how == "decides" else jobs._NOTES, 1)
+    failing.join(5)
+    assert said
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_a_rank_does_not_end_under_torchrun_before_rank_0_has_read_why(agent_store, monkeypatch):
+    for name, value in under_torchrun(agent_store, 1, 2).items():
+        monkeypatch.setenv(name, value)
+    teller = threading.Thread(target=jobs.tell_the_others, args=(["seq=abc: no number"],))
+    teller.start()
+    store = dist.PrefixStore("mtrain/0/2", agent_store)
+    wait_for(lambda: store.check([jobs._NOTE]))
+    teller.join(0.5)
+    assert teller.is_alive()
+    with pytest.raises(ConfigError, match=r"^rank 1: seq=abc: no number$"):
+        jobs.require_no_note(store)
+    teller.join(0.5)
+    assert teller.is_alive(), "rank 0 has not yet printed it"
+    teller.join(10)
+    assert not teller.is_alive()
+
+
+def test_a_rank_says_itself_why_it_does_not_come_if_rank_0_does_not(
+    agent_store, monkeypatch, capsys
+):
+    monkeypatch.setattr(jobs, "_ANSWER_S", 0.5)
+    for rank, said in (1, "mtrain: rank 1: seq=abc: no number\n"), (2, ""):
+        variables = under_torchrun(agent_store, rank, 4) | {"LOCAL_WORLD_SIZE": "2"}
+        for name, value in (variables | {"LOCAL_RANK": str(rank % 2)}).items():
+            monkeypatch.setenv(name, value)
+        jobs.tell_the_others(["seq=abc: no number"])
+        assert capsys.readouterr().err == said, "the first rank of a node has said it already"
+
+
+def test_a_rank_that_has_met_the_others_still_tells_why_it_does_not_come():
+    decides = {rank: {"DECIDES_FIRST": "1"} for rank in range(2)}
+    job = SimulatedJob(
+        "adds_ranks", 2, "run.dir=run", of_rank={1: ["seq=abc"]}, variables_of=decides
+    )
+    began = time.monotonic()
+    (code, said), (other, _) = job.ends()
+    assert (code, other) == (2, 2)
+    assert said.startswith("error: rank 1: seq=abc: expected a number of tokens")
+    assert time.monotonic() - began < 40
     assert not Path("run").exists()
 
 

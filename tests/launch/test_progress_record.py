@@ -66,6 +66,29 @@ def test_a_note_survives_the_death_of_its_process(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("timeout_s", "silent_s"), [(600, 60), (20, 10), (1, 5)])
+def test_a_record_says_how_long_its_worker_may_be_silent_under_the_timeout(
+    timeout_s, silent_s, tmp_path
+):
+    paths = {rank: tmp_path / f"where-{rank}" for rank in (0, 1)}
+    for path in paths.values():
+        progress_record.start_record(path, timeout_s)
+        progress_record.note("a message", 1)
+    renewed = time.time() + 100
+    for late, silent in (silent_s - 1, set()), (silent_s + 1, {1}):
+        os.utime(paths[0], (renewed, renewed))
+        os.utime(paths[1], (renewed - late, renewed - late))
+        assert progress_record.silent_ranks(progress_record.read_activities(paths)) == silent
+
+
+def test_a_worker_with_a_short_timeout_shows_more_often_that_it_lives(tmp_path):
+    path = tmp_path / "where"
+    progress_record.start_record(path, 10)
+    os.utime(path, (0, 0))
+    time.sleep(1.9)
+    assert path.stat().st_mtime > 0
+
+
 def test_without_a_record_nothing_happens(tmp_path):
     progress_record.note("nowhere")
     progress_record.begin_step(1)

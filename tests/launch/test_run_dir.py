@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import mtrain_cli
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import run_dir
+from mtrain_cli.launch import run_dir, stop_request
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.launch.local import _resume_hint
 from mtrain_cli.launch.run_dir import LOCK, RunDir, RunLock, study_command
@@ -38,10 +39,12 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(mtrain_cli.__file__).parents[1]))
-    return tmp_path
+    before = signal.getsignal(signal.SIGTERM)  # a run of a job takes it
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("below", ["", "/b", "/b/c"])
@@ -372,6 +375,19 @@ def test_a_restarted_job_finds_its_own_run_only(tmp_path, monkeypatch, overrides
     assert (asked.path if asked else None) == (mine.path if overrides else None), (
         "--resume auto takes the name for what it is"
     )
+
+
+def test_a_signal_of_torchrun_while_rank_0_makes_a_run_is_answered_later(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("it ended rank 0"))
+    monkeypatch.setattr(
+        run_dir, "environment_facts", lambda: signal.raise_signal(signal.SIGTERM) or {}
+    )
+    torchrun(monkeypatch, "first")
+    run = run_dir.create(compose(["topology.device=cpu", "run.name=r"]), [])
+    assert stop_request.take_received() == [signal.SIGTERM]
+    assert run.discard()
+    assert not Path("runs").exists()
 
 
 def test_a_torchrun_job_without_an_id_is_named_after_its_agent(monkeypatch):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from mtrain_cli.launch import stop_request
 from mtrain_cli.launch.run_dir import RunDir
@@ -96,6 +99,33 @@ def test_other_commands_answer_a_request_to_save_and_go_on(capfd):
     stop_on_signals()
     os.kill(os.getpid(), SAVE)
     assert capfd.readouterr().err == f"mtrain: {stop_request.NOTHING_TO_SAVE}\n"
+
+
+@pytest.fixture
+def _own_wakeup() -> Iterator[None]:
+    yield
+    signal.set_wakeup_fd(-1)
+
+
+@pytest.mark.usefixtures("_own_wakeup")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_remembered_signal_is_answered_while_the_main_thread_waits_in_c(early):
+    store, answered = dist.HashStore(), []
+
+    def answer() -> None:
+        answered.append(1)
+        store.set("answered", "1")
+
+    remember(signal.SIGTERM, SAVE_AND_STOP)
+    if early:
+        os.kill(os.getpid(), signal.SIGTERM)
+    stop_request.call_at(signal.SIGTERM, answer)
+    os.kill(os.getpid(), SAVE_AND_STOP)
+    if not early:
+        assert not answered
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    store.wait(["answered"], timedelta(seconds=20))
+    assert answered == [1]
 
 
 def test_the_launcher_finds_the_mark_of_any_worker(tmp_path):

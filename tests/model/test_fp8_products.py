@@ -13,10 +13,15 @@ from torch.nn import functional
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import fp8_rows
 from mtrain_cli.model.decoder import DecoderLayer
-from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
+from mtrain_cli.model.feed_forward import (
+    FeedForwardOptions,
+    FeedForwardWeights,
+    _join,
+    feed_forward,
+)
 from mtrain_cli.model.fp8_rows import Fp8
 from mtrain_cli.model.mlp_products import Fp8Products
-from mtrain_cli.model.parallelize import project, project_apart
+from mtrain_cli.model.parallelize import ExecutedLayer, project, project_apart
 from mtrain_cli.model.rope import inverse_frequencies, rotation
 from mtrain_cli.model.tiling import LayerExecution
 
@@ -205,6 +210,43 @@ def test_an_output_projection_in_fp8_errs_as_the_mlp(outliers):
     assert all(1.5 < errors[name] < limit for name, limit in limits.items()), errors
     assert error(found["out"], exact["out"]) > 1.05 * error(in_mlp["out"], exact["out"])
     assert not torch.equal(found["result"], in_mlp["result"])
+
+
+@pytest.mark.parametrize("join", [_join, lambda *of: fp8_rows.normed_rows(*of, True)[:2]])
+def test_the_norm_is_that_of_the_rounded_residual_stream(join):
+    generator = torch.Generator().manual_seed(3)
+    x, added, norm = (torch.randn(64, 128, generator=generator).bfloat16() for _ in range(3))
+    arguments = (x, added, norm[0], EPS) if join is _join else (x, norm[0], EPS, added)
+    h, n = join(*arguments)
+    assert torch.equal(h, x + added)
+    assert torch.equal(n, functional.rms_norm(h, (128,), norm[0], EPS))
+    exact = functional.rms_norm(x.float() + added.float(), (128,), norm[0].float(), EPS)
+    assert not torch.equal(n, exact.bfloat16())
+
+
+@pytest.mark.parametrize("fp8", ["none", "mlp", "all"])
+def test_attention_of_a_layer_gets_products_in_fp8_only_if_all_are(fp8):
+    model = compose(MODEL).model
+    torch.manual_seed(5)
+    layer = DecoderLayer(model, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    layer = layer.bfloat16()
+    layer.__class__, layer.execution = ExecutedLayer, LayerExecution(fp8=fp8, recompute=False)
+    x = inputs(outliers=False)[0]["x"].bfloat16()
+    rope = rotation(torch.arange(TOKENS)[None], inverse_frequencies(model.rope, 32, 1.0), 1.0)
+    seen = []
+
+    def attend(*qkv_and_index):
+        seen.extend(qkv_and_index[:3])
+        return torch.zeros_like(qkv_and_index[0])
+
+    layer(x, rope, attend)
+    arguments = layer, x, rope.cos_BN1F, rope.sin_BN1F
+    in_fp8 = project_apart(*arguments, execution=layer.execution) if fp8 == "all" else None
+    for mine, plain, cast in zip(seen, project(*arguments), in_fp8 or seen, strict=True):
+        assert torch.equal(mine, plain) is (fp8 != "all")
+        assert torch.equal(mine, cast)
 
 
 def attention_inputs(

@@ -27,7 +27,7 @@ def meta_decoder() -> Decoder:
     ("overrides", "recompute", "tile_mib", "kept"),
     [
         (["train.activation_checkpoint=none"], False, 4096, [False] * 3),
-        (["train.keep_mlp=2", "train.tile_mib=7"], True, 7, [False, True, True]),
+        (["train.keep_mlp=2", "train.tile_mib=7", "train.fp8=all"], True, 7, [False, True, True]),
         (["train.keep_mlp=true", "train.tile_mib=0"], True, 0, [True] * 3),
     ],
 )
@@ -38,6 +38,7 @@ def test_each_layer_runs_as_the_settings_say(overrides, recompute, tile_mib, kep
     set_execution(decoder, compose(overrides), compile=True, offload=offload)
     executions = [layer.execution for layer in decoder.layers]
     assert [e.keep_products for e in executions] == kept
+    assert {e.fp8 for e in executions} == {"all" if "train.fp8=all" in overrides else "none"}
     assert {(e.recompute, e.tile_bytes, e.compile, e.offload) for e in executions} == {
         (recompute, tile_mib << 20, True, offload)
     }

@@ -100,6 +100,7 @@ def count(exchange: str, nodes: int, per_node: int, text: str, folder: Path) -> 
     words = settings(exchange, text)
     totals, losses = [], []
     with Network(nodes) as network:
+        network.send_once()
         for steps in (STEPS, STEPS + MORE):
             before, place = np.array(network.counted()), folder / f"{steps}"
             node_runs.train(network, [*words, f"train.steps={steps}"], place, per_node)

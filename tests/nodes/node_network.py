@@ -101,6 +101,16 @@ class Network:
         start = ["setpriv", "--pdeathsig", "KILL", "nsenter", "-t", str(self.pid(node)), *into]
         return [*start, f"--wd={folder or Path.cwd()}", *words]
 
+    def send_once(self) -> None:
+        """Let TCP wait 30 s for an answer: it repeats segments early to a node that is busy."""
+        for node in range(self.count):
+            lines = [
+                "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans",
+                "echo 0 > /proc/sys/net/ipv4/tcp_recovery",
+                f"ip route change 10.77.0.0/24 dev eth0 src {self.address(node)} rto_min 30s",
+            ]
+            _run(self.command(node, ["sh", "-e", "-c", "\n".join(lines)]))
+
     def cut(self, node: int) -> None:
         """Cut the link of a node."""
         self._on_switch("ip", "link", "set", f"port{node}", "down")

@@ -17,9 +17,10 @@ from nodes.test_lost_nodes import steps
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_the_status_names_a_stopped_rank_and_what_the_others_wait_for(text, tmp_path):
+@pytest.mark.parametrize("timeout_s", [20, 100])
+def test_the_status_names_a_stopped_rank_and_what_the_others_wait_for(timeout_s, text, tmp_path):
     words = [w for w in bytes_table.settings("ring", text) if not w.startswith("seq=")]
-    words += ["seq=384", "train.steps=100000", "topology.timeout_s=100"]
+    words += ["seq=384", "train.steps=100000", f"topology.timeout_s={timeout_s}"]
     run, seen = tmp_path / "runs/run", []
 
     def stop_and_look() -> None:

@@ -5,7 +5,9 @@ The store is the file system of fsspec in this process's memory.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -23,6 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
 from mtrain_extras.places import entry, fetched_run, run_copy, run_place
+from mtrain_extras.places.files import open_place, why
 
 URL = "memory://runs"
 
@@ -663,6 +666,19 @@ def test_a_run_that_is_lost_before_its_first_checkpoint_starts_again(store, tmp_
     second.close()
     assert complete(store) == [4]
     first.close()
+
+
+def test_a_full_store_is_named_by_its_own_path(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file, place = tmp_path / "0.distcp", open_place("run.remote=x", f"file://{tmp_path}/store")
+    file.write_bytes(bytes(100))
+    monkeypatch.setattr(os, "sendfile", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        place.put(file, "checkpoints/0.distcp")
+    expected = f"No space left on device: {tmp_path}/store/checkpoints/0.distcp"
+    assert why(caught.value) == expected
 
 
 def test_a_new_run_needs_a_place_that_works(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import job as jobs
 from mtrain_cli.launch.failures import RunError
 from mtrain_extras.watch import roll_call
@@ -30,6 +31,20 @@ def clock(monkeypatch):
 def show_life(store: dist.Store, rank: int, number: int, host: str) -> None:
     key = f"sign of life/8/{rank}"
     store.set(key, jobs.seal(key, f"{number} {host}"))
+
+
+@pytest.mark.parametrize("wrong", ["MTRAIN_PORT", "MTRAIN_SECRET"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_nobody_should_wait_for_is_refused_before_a_rank_signs_in(wrong, rank, monkeypatch):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (numbers | place | {wrong: "" if "SECRET" in wrong else "29k"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs, "open_store", lambda _: pytest.fail("it opened the store"))
+    monkeypatch.setattr(roll_call, "_show_life", lambda _: pytest.fail("it signed in"))
+    monkeypatch.setattr(roll_call, "_signs_in", False)
+    with pytest.raises(ConfigError, match=f"^{wrong}"):
+        roll_call.sign_in()
 
 
 def test_a_line_names_those_that_have_not_come_and_their_nodes_after_10_s_and_ever_later(
