@@ -384,8 +384,14 @@ def _of_cpu(spans: Sequence[Span], steps: Sequence[Span]) -> StepBreakdown:
     in_all = {LINKS: 0}
     claim(whole, messages, in_all)
     free = claim(whole, busy, parts)
-    kinds_sent = (((s.name.removeprefix(_MESSAGES), OTHER), (s.begin, s.end), 0) for s in sent)
-    totals = _message_totals(kinds_sent, free)
+    totals = _message_totals(
+        # One that began between steps belongs to the measurement.
+        (
+            ((s.name.removeprefix(_MESSAGES), OTHER), (s.begin, s.end), 0)
+            for s in inside(sent, steps)
+        ),
+        free,
+    )
     parts[HOST] = length(claim(free, messages, parts))
     kinds = _kinds((span.name, word, length(own)) for span, word, own in worked)
     hidden = in_all[LINKS] - parts[LINKS]

@@ -353,6 +353,7 @@ def test_on_a_cpu_time_belongs_to_the_innermost_operator():
         event("cpu_op", "c10d::send", 68, 69),
         within("gloo:send", 55, 75),  # same thread, not inside an operator
         within("gloo:all_gather", 30, 45, tid=7),
+        within("gloo:barrier", -5, -1, tid=7),  # between steps
         event("cpu_op", "aten::copy_", 80, 90, tid=7),  # another thread
         within("mtrain.optimizer", 91, 99),
         within("Optimizer.step#AdamW.step", 92, 98),
