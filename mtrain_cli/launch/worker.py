@@ -258,6 +258,7 @@ def _run_target(
             backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timeout,
             device_id=device,
         )  # fmt: skip
+        signal.set_wakeup_fd(-1)  # from now on, SIGTERM only lets the run save and stop
         progress_record.note("prepares")
         stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()

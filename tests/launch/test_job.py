@@ -257,6 +257,14 @@ def test_torchrun_ends_rank_0_after_it_said_why_another_rank_does_not_come(wrong
     assert not Path("run").exists()
 
 
+def test_a_signal_of_torchrun_after_a_run_leaves_its_files(agent_store):
+    variables = {rank: under_torchrun(agent_store, rank, 2) for rank in range(2)}
+    target = "rank_0_is_asked_to_end_after_the_run"
+    job = SimulatedJob(target, 2, "run.dir=run", variables_of=variables)
+    assert job.ends() == [(0, ""), (0, "")]
+    assert Path("run/resolved.yaml").exists()
+
+
 @pytest.mark.parametrize("how", ["decides", "does not come"])
 def test_rank_0_that_serves_the_store_stays_until_the_others_know_why_it_ends(how, monkeypatch):
     store, said = dist.HashStore(), []

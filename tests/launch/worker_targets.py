@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +44,21 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     text = " ".join([*facts, str(resume), config.run.dir])
     (run_dir.path / f"result-{environment.rank}").write_text(text)
     print(f"words of rank {environment.rank}")
+
+
+def rank_0_is_asked_to_end_after_the_run(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
+    def ask() -> None:
+        while dist.is_initialized():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    dist.barrier()
+    if environment.rank == 0:
+        threading.Thread(target=ask, daemon=True).start()
+    else:
+        time.sleep(2)  # rank 0 waits for this rank
 
 
 def libraries_write(
