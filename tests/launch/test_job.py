@@ -253,7 +253,7 @@ def test_torchrun_ends_rank_0_after_it_said_why_another_rank_does_not_come(wrong
     # The sign of life of a rank with another secret may end rank 0 first.
     assert code == 128 + signal.SIGTERM or (wrong and code == 2)
     expected = "MTRAIN_SECRET: an entry in the job's" if wrong else "rank 1: seq=abc: expected"
-    assert said.startswith(f"error: {expected}")
+    assert said.startswith(f"mtrain: {expected}")
     assert not Path("run").exists()
 
 
@@ -334,7 +334,7 @@ def test_a_rank_that_has_met_the_others_still_tells_why_it_does_not_come():
     began = time.monotonic()
     (code, said), (other, _) = job.ends()
     assert (code, other) == (2, 2)
-    assert said.startswith("error: rank 1: seq=abc: expected a number of tokens")
+    assert said.startswith("mtrain: rank 1: seq=abc: expected a number of tokens")
     assert time.monotonic() - began < 40
     assert not Path("run").exists()
 
