@@ -169,11 +169,11 @@ def test_messages_are_told_by_collective_and_by_the_part_that_sent_them():
         *sent(5, 55, 65, "_allgather_base"),
         *sent(7, 70, 75, "_allgather_base"),  # outside of all ranges
     ]
-    last = [step(0, 100), message(20, 32, "all_to_all"), message(33, 48, "all_to_all")]
+    last = [step(0, 100), message(20, 32, "all_to_all"), message(33, 43, "all_to_all")]
     last += [message(50, 60, "_allgather_base"), message(70, 73, "_allgather_base")]
     found = find_parts(mine, gpu=True, least=shortest([messages(mine), messages(last)]))
     assert found.messages == [
-        MessageTotals("all_to_all", "experts", 2, 45_000, 30_000 - 12_000, 40_000 - 10_000 - 2_000),
+        MessageTotals("all_to_all", "experts", 2, 45_000, 45_000 - 22_000, 40_000 - 10_000 - 2_000),
         MessageTotals("allgather_base", "weights", 1, 10_000, 0, 10_000),
         MessageTotals("allgather_base", "other", 1, 5_000, 2_000, 5_000),
     ]

@@ -60,6 +60,8 @@ def test_lines_name_their_rank_and_quantity():
     idle = rank | gpu | {"parts": {"links": 1.0, "waits": 15.0, "idle": 25.0}}
     (*_, last) = lines({"ranks": [idle], "gpu": True, "plain": plain})
     assert last.endswith("GPU idle 25 ms; of idle and waits, up to 50% come from recording")
+    (*_, last) = lines({"ranks": [idle | {"plain_ms": 50.0}], "gpu": True, "plain": plain})
+    assert last.endswith("of idle and waits, up to 100% come from recording")
     (*_, last) = lines({"ranks": [idle | {"plain_ms": 97.0}], "gpu": True, "plain": plain})
     assert last.endswith("GPU idle 25 ms")
 
