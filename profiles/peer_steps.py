@@ -9,7 +9,8 @@ The model has the shape of Qwen2.5-3B and random weights. AdamW is fused, the ba
 workers share each sequence. Two ways to share attention:
 
 - ulysses: all-to-alls around FlashAttention-4. KV heads are repeated if workers outnumber them.
-- context_parallel: PyTorch's, which gathers the keys and values, with cuDNN's attention.
+- context_parallel: PyTorch's, which gathers the keys and values, with cuDNN's attention. KV heads
+  are repeated before, one for each head.
 
 --recompute says what the backward pass computes again: whole layers, as transformers'
 `gradient_checkpointing_enable` does, or only the MLPs. --fp8 computes the products of the MLPs in
@@ -196,7 +197,10 @@ def shared(given: argparse.Namespace, mesh: Any, *whole: Tensor) -> AbstractCont
 def train(given: argparse.Namespace, seq: int, step: Step, device: torch.device) -> str:
     """Train on random ids, and return a row of the table."""
     rank, workers = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW(step.parameters(), lr=1e-5, fused=device.type == "cuda")
+    cuda, lr = device.type == "cuda", 1e-2 if given.toy else 1e-5  # toys learn within a few steps
+    optimizer = torch.optim.AdamW(step.parameters(), lr=lr, fused=cuda)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     mesh, vocabulary = init_device_mesh(device.type, (workers,)), step.model.config.vocab_size
     seconds: list[float] = []
     for number in range(given.steps):
@@ -218,7 +222,7 @@ def train(given: argparse.Namespace, seq: int, step: Step, device: torch.device)
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     median = statistics.median(seconds[1:] or seconds)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     return (
         f"| {format_size(seq)} | {given.attention} | {given.recompute} | {given.fp8} | "
         f"{median:.2f} | {seq / median / workers:,.0f} | {peak:.1f} | {float(total):.4f} |"
