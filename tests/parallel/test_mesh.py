@@ -18,6 +18,7 @@ from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroups, make_context_group
+from mtrain_cli.parallel.schedule import INNER
 
 
 def groups(rank: int, world: int, cp: int) -> tuple[int, tuple[int, ...], list[list[int]], bool]:
@@ -131,14 +132,21 @@ def test_neighbours_share_heads_and_their_counterparts_exchange_keys():
     }
 
 
-def shared(rank: int, world: int) -> tuple[bool, bool, int]:
+def shared(rank: int, world: int) -> list[int]:
+    """Return the number of the context group of each choice, in the order in which it was made."""
     made = ContextGroups(rank, ParallelDims.of(world, cp=world), timedelta(seconds=30))
-    ring, gather, ulysses = (
-        made.of(ExchangeChoice(name, "", per_node=2, heads=heads), torch.device("cpu"))
-        for name, heads in (("ring", 1), ("all_gather", 1), ("ring", 2))
-    )
-    return ring is gather, ring is ulysses, ulysses.heads
+    choices = [
+        ExchangeChoice("ring", "", per_node=2),
+        ExchangeChoice("all_gather", "", per_node=2),
+        ExchangeChoice("ring", "", per_node=2, heads=2),
+        ExchangeChoice("ring", "", per_node=1),
+        ExchangeChoice("ring", "", per_node=2, channels=(INNER,)),
+    ]
+    groups = [made.of(choice, torch.device("cpu")) for choice in choices]
+    assert [group.heads for group in groups] == [choice.heads for choice in choices]
+    distinct = list(dict.fromkeys(map(id, groups)))
+    return [distinct.index(id(group)) for group in groups]
 
 
 def test_exchanges_with_equal_needs_share_a_context_group():
-    assert gloo.run(2, shared) == [(True, False, 2)] * 2
+    assert gloo.run(2, shared) == [[0, 0, 1, 2, 3]] * 2
