@@ -81,6 +81,18 @@ def test_a_record_says_how_long_its_worker_may_be_silent_under_the_timeout(
         assert progress_record.silent_ranks(progress_record.read_activities(paths)) == silent
 
 
+def test_a_record_of_an_earlier_version_has_the_longest_time_without_a_sign_of_life(tmp_path):
+    path = tmp_path / "where"
+    progress_record.start_record(path, 20)
+    progress_record.note("a message", 1)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(bytes(8))
+    found = progress_record.read_activity(path)
+    assert found is not None
+    assert found.silent_s == progress_record.SILENT_S
+
+
 def test_a_worker_with_a_short_timeout_shows_more_often_that_it_lives(tmp_path):
     path = tmp_path / "where"
     progress_record.start_record(path, 10)
