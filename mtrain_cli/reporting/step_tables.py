@@ -213,7 +213,7 @@ def _speed(before: dict[str, Any], gpu: bool) -> str:
 def messages_table(sent: Sequence[dict[str, Any]], gpu: bool) -> Table:
     """Return a table of the kinds of messages, by the part of the step that sent them on GPUs."""
     columns = [
-        Column("message", itemgetter("name"), words=True),
+        Column("message", lambda row: short_name(row["name"]), words=True),
         *([Column("sent by", itemgetter("part"), words=True)] if gpu else []),
         Column("calls", itemgetter("calls"), count),
         Column("ms", itemgetter("ms"), _ms),

@@ -83,6 +83,8 @@ def test_the_table_of_messages_says_how_much_is_exposed():
         "all_to_all", "experts", 4, 8.0, 1.0, 2.0, 0.25,
     ]  # fmt: skip
     assert of_gpu.columns[-1].value(rows[1]) is None
+    kernel = {"name": "void ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"}
+    assert of_gpu.columns[0].value(kernel) == "ncclDevKernel_SendRecv", "PyTorch did not name it"
 
 
 @pytest.mark.parametrize(
