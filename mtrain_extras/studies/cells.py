@@ -434,6 +434,7 @@ def export_base(study: Study, cell: Cell) -> None:
     """Write the weights of a base, as trained and with positions stretched by YaRN."""
     import torch
 
+    from mtrain_cli.model.huggingface import SUMS, writing
     from mtrain_cli.model.huggingface_config import config_json
     from mtrain_cli.training.conversion import export_checkpoint
 
@@ -452,15 +453,13 @@ def export_base(study: Study, cell: Cell) -> None:
     model = replace(config.model, rope=rope)
     factor = tier.long_seq / tier.base_seq
     keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="bfloat16")
-    draft = folder / f"{STRETCHED}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(hf, draft, copy_function=os.link)
-    values = json.loads((hf / "config.json").read_text())
-    (draft / "config.json").unlink()
     names = ("max_position_embeddings", "rope_scaling", "rope_parameters")
+    values = json.loads((hf / "config.json").read_text())
     new = {**values, **{name: keys[name] for name in names}}
-    (draft / "config.json").write_text(json.dumps(new, indent=2) + "\n")
-    draft.rename(stretched)
+    changed = shutil.ignore_patterns("config.json", SUMS)
+    with writing(stretched) as draft:
+        shutil.copytree(hf, draft, copy_function=os.link, ignore=changed, dirs_exist_ok=True)
+        (draft / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
 def _measure_base(study: Study, cell: Cell, *, below_gate: bool) -> float | None:

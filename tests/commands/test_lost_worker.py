@@ -215,4 +215,5 @@ def test_every_ring_reports_a_lost_worker(words, what, step, signum):
     others = [end.worker(rank) for rank in range(ranks) if rank != 2]
     assert any("rank 2" in other and what in other for other in others)
     # In the hierarchical ring, two ranks need no more of its shards: they wait later, for weights.
-    assert all(re.search(f"{what}, step .*: waits for|after {what}$", other) for other in others)
+    later = rf"after {what}$|FSDP, layers\.\d: waits for (weights|gradients) among 4 ranks$"
+    assert all(re.search(f"{what}, step .*: waits for|{later}", other) for other in others)

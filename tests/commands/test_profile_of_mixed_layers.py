@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 from pathlib import Path
@@ -104,10 +105,12 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
         mean = sum(times["forward_ms"] for times in of_kinds.values()) / 2
         assert facts["forward_ms"] == pytest.approx(mean)
         assert of_kinds["full"]["density"] == 1
-    lines = [line.strip() for line in result.stdout.splitlines()]
-    assert sum(line.startswith("full layer  ") and "100.00%" in line for line in lines) == 4
-    assert sum(line.startswith("window layer  ") for line in lines) == 4
     replayed(folder)
+    result = mtrain(tmp_path, "report", str(folder))
+    assert result.returncode == 0, result.stderr
+    with (folder / "tables/layers.csv").open() as file:
+        measured = [row["layer"] for row in csv.DictReader(file)]
+    assert measured == ["0", "1"] * 2 * 4, "both layers in both directions of four cases"
 
 
 def test_a_dense_first_layer_is_recorded_and_predicted(tmp_path):

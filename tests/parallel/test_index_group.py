@@ -246,7 +246,7 @@ def test_in_lower_precision_only_ties_differ(world, dtype, fused):
         differing += len(got ^ chosen_lines(alone))
         lines += len(got)
         assert len(got ^ chosen_lines(alone)) <= 2, cell
-    assert lines > 100
+    assert lines > 30 * len(ranks[0]), "two sequences of at least two heads choose some lines"
     # The fused probe sums in the same order wherever the keys are.
     assert differing <= (0 if fused else lines / 5000), (differing, lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import subprocess
@@ -37,11 +38,8 @@ JOBS = [
 ]
 
 
-CHAT = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
-    "{% endfor %}"
-)
+COOKBOOK = Path(__file__).parents[2] / "docs" / "cookbook.md"
+(CHAT,) = re.findall(r"(?s)cat > talk.jinja <<'END'\n(.*?)\nEND\n", COOKBOOK.read_text())
 
 
 def mtrain(*words: str):
@@ -50,7 +48,7 @@ def mtrain(*words: str):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A model of 512 tokens that reads bytes, with a chat template."""
+    """A model of 512 tokens that reads bytes, with the chat template of the cookbook."""
     folder = tmp_path_factory.mktemp("base")
     shape = compose(["seq=512", "model.rope.original_max_position=512"]).model
     config = config_json(shape, rope_factor=1.0, seq=512, dtype="bfloat16")

@@ -20,6 +20,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import PERCENT, RESULTS, SAMPLES, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunLock
+from mtrain_cli.model import huggingface
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_extras.studies import cells
 from mtrain_extras.studies.cells import (
@@ -411,6 +412,24 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
     write_weights(study, 99)
     (study.path(sparse) / DONE).unlink()
     assert cells.compute(study, sparse, train).base != first
+
+
+def test_the_stretched_base_has_its_own_positions_and_checksums(tmp_path):
+    study = Study(tmp_path, TINY)
+    config = compose(["model=tiny", "seq=512", "model.rope.original_max_position=512"])
+    (tmp_path / "base/seed-0/run").mkdir(parents=True)
+    resolved_file.save(config, tmp_path / "base/seed-0/run/resolved.yaml")
+    hf, stretched = (tmp_path / "base/seed-0" / name for name in (cells.HF, cells.STRETCHED))
+    with huggingface.writing(hf) as folder:
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 264}))
+        (folder / "model.safetensors").write_bytes(b"weights")
+    cells.export_base(study, Cell(0))
+    huggingface.verify_sums(hf)
+    huggingface.verify_sums(stretched)
+    assert (stretched / "model.safetensors").samefile(hf / "model.safetensors")
+    new = json.loads((stretched / "config.json").read_text())
+    assert (new["vocab_size"], new["max_position_embeddings"]) == (264, TINY.long_seq)
+    assert "model.safetensors" in (stretched / huggingface.SUMS).read_text()
 
 
 def write_weights(study: Study, value: int, folder: str = cells.HF) -> Path:

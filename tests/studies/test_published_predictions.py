@@ -104,6 +104,6 @@ def test_no_bound_of_the_scaling_study_is_above_the_peak():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [name for name in names() if read(name).cluster])
 def test_no_bound_of_a_study_is_above_the_peak(name):
     assert_no_bound_above_the_peak(read(name))
