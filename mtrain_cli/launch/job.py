@@ -99,7 +99,9 @@ def current_job(variables: Mapping[str, str] | None = None, check: bool = True) 
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
         return _checked(_slurm_job(variables, _number(tasks, "SLURM_NTASKS")), check)
-    return _torchrun_job(variables) if "RANK" in variables else None
+    if "RANK" in variables:
+        _torchrun_job(variables)  # raises: it names what is missing
+    return None
 
 
 _NAMES = {

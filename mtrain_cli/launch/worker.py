@@ -149,7 +149,8 @@ def run_in_job(
 
     def end() -> None:
         if not dist.is_initialized():
-            forget()
+            with contextlib.suppress(Exception):  # a place may be out of reach
+                forget()
             exit_now(128 + signal.SIGTERM)
 
     if torchrun_serves():  # it ends all ranks after one; others send it before a time limit
