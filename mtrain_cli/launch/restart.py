@@ -69,6 +69,10 @@ class LoggedStep:
     step: int
     loss: float | None = None  # None without labels, or not finite
     skip_reason: str | None = None
+    grad_norm: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    seconds: float | None = None
+    targets: int | None = None
 
 
 @dataclass(frozen=True)

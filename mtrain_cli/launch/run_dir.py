@@ -421,10 +421,10 @@ def _occupied_error(path: Path, name: str | None) -> ConfigError:
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
         )
     key, where = ("run.dir", f"{path}:") if name is None else ("run.name", f"{name}: {path}")
-    return ConfigError(
-        f"{key}={where} already holds a run. Resume it with --resume {shlex.quote(str(path))}, "
-        f"or choose another {key}."
-    )
+    how = f"Resume it with --resume {shlex.quote(str(path))}"
+    if not committed_steps(path / "checkpoints"):
+        how = "It has no checkpoint. Begin it again with --resume auto"
+    return ConfigError(f"{key}={where} already holds a run. {how}, or choose another {key}.")
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:

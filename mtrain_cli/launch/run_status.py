@@ -42,6 +42,8 @@ _OF_LAST_STEP = (
     *("targets", "expert_load"),
 )
 
+_OF_METRICS = "grad_norm", "tokens_per_second_per_gpu", "seconds", "targets"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
@@ -244,6 +246,10 @@ def read_status(run: RunDir) -> RunStatus:
         if written.records and (last := progress_record.read_activity(_record(written, 0))):
             step = max(step, last.training_step - 1)
     since = None if written is None else now - (written.stepped or written.began)
+    # The state is written once a second at most, the metrics at each step.
+    if written and (row := next((row for row in reversed(recent) if row.step == step), None)):
+        newer = {name: value for name in _OF_METRICS if (value := getattr(row, name)) is not None}
+        written = dataclasses.replace(written, **newer)
     steps, damaged, timeout_s = 0, [], math.inf
     try:
         if run.resolved.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ class Processes:
         if not (dist.is_available() and dist.is_initialized()):
             if given is not None:
                 raise ConfigError("group: call torch.distributed.init_process_group before")
+            if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+                warnings.warn(
+                    f"WORLD_SIZE={processes}, but each process computes whole sequences alone; to "
+                    "share them, call torch.distributed.init_process_group before",
+                    stacklevel=4,
+                )
             return Processes(0, [(0,)])
         if isinstance(given, DeviceMesh):
             if given.ndim != 1:

@@ -175,7 +175,8 @@ class Checkpointer:
             lines.append(f"{self._directory / f'step-{step}'}: {problem}")
             if self._rank == 0 and step != steps[-1]:
                 self._report(f"{lines[-1]}; using the previous checkpoint instead")
-        raise NoCheckpointError(*(lines or [f"{self._directory}: holds no checkpoint"]))
+        nothing = f"{self._directory}: holds no checkpoint; --resume auto begins the run again"
+        raise NoCheckpointError(*(lines or [nothing]))
 
     def _load_step(self, step: int, state: dict[str, Any]) -> str | None:
         """Load one checkpoint. Return None, or the reason why the checkpoint cannot be used."""

@@ -23,6 +23,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir, stop_request
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.launch.local import _resume_hint
+from mtrain_cli.launch.manifest import manifest_file
 from mtrain_cli.launch.run_dir import LOCK, RunDir, RunLock, study_command
 from mtrain_cli.training.loop import _next_commands
 from mtrain_extras.studies.cells import Study
@@ -90,7 +91,8 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
     with pytest.raises(
         ConfigError,
-        match=r"run\.dir=.*mine: already holds a run\. Resume it with --resume .*mine, or choose",
+        match=r"run\.dir=.*mine: already holds a run\. It has no checkpoint\. Begin it again with "
+        r"--resume auto, or choose",
     ):
         run_dir.create(config, ["seed=1"])
     assert before == {
@@ -98,9 +100,18 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     }
 
 
+def commit(run: run_dir.RunDir) -> None:
+    """Make a folder that counts as a complete checkpoint."""
+    manifest = manifest_file(run.checkpoints, 1)
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+
+
 def test_a_name_that_is_taken_is_refused_by_its_key():
     config = config_for("run.name=mine")
-    run_dir.create(config, []).release()
+    run = run_dir.create(config, [])
+    commit(run)
+    run.release()
     with pytest.raises(
         ConfigError,
         match=r"^run\.name=mine: runs/mine already holds a run\. Resume it with "
@@ -210,6 +221,7 @@ def test_the_resume_command_is_quoted_for_a_shell(here):
         "--resume",
         str(here / "my runs/it's one"),
     ]
+    commit(run)
     run.release()
     with pytest.raises(ConfigError) as caught:
         run_dir.create(config_for("run.dir=my runs/it's one"), [])

@@ -75,6 +75,16 @@ def test_a_resumed_run_keeps_the_metrics_of_its_last_step(tmp_path):
     assert (read_state(run).loss, read_state(run).stepped) == (None, None)
 
 
+def test_a_status_shows_the_norm_and_speed_of_the_step_that_it_names(tmp_path):
+    run = RunDir(tmp_path)
+    reporter(run).step(last=True, step=1, grad_norm=3.0, seconds=9.0, targets=5)
+    rows = [{"step": 1, "grad_norm": 3.0}, {"step": 2, "loss": 2.5, "grad_norm": 0.5, "seconds": 1}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status = run_status.read_status(run)
+    assert (status.step, status.losses) == (2, (2.5,))
+    assert (status.written.grad_norm, status.written.seconds, status.written.targets) == (0.5, 1, 5)
+
+
 def test_steps_are_written_at_most_once_a_second_but_the_last_always(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(run_status.time, "monotonic", lambda: now[0])

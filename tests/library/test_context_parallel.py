@@ -788,3 +788,9 @@ def test_autocast_computes_attention_in_its_type():
         out = batch.attention(q, k, v.bfloat16(), layer=1)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), wide, atol=0.05, rtol=0)
+
+
+def test_processes_without_a_group_are_told_that_they_compute_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="WORLD_SIZE=2, but each process computes whole sequences"):
+        assert Processes.of(None) == Processes(0, [(0,)])
