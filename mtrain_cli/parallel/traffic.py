@@ -192,12 +192,14 @@ class WantedRows:
         nodes = ranks // size
         total = np.zeros((ranks + nodes, ranks))
         by_node = np.logical_or.reduce(needed.reshape(nodes, size, kinds, blocks), axis=1)
-        together = max(1, _COUNTED_TOGETHER // ranks)
-        for start in range(0, blocks, together):  # products of floats are fast, and exact here
+        together, factors = max(1, _COUNTED_TOGETHER // ranks), np.asarray(times)
+        # Products of floats are fast, and exact here: those of 32 bits up to 2^24.
+        kind = np.float32 if held.sum(1).max() * factors.sum() < 1 << 24 else np.float64
+        for start in range(0, blocks, together):
             part = slice(start, start + together)
             both = np.concatenate([needed[..., part], by_node[..., part]]).swapaxes(0, 1)
-            summed = np.tensordot(np.asarray(times, np.float64), both.astype(np.float64), 1)
-            total += summed @ held[:, part].T.astype(np.float64)
+            summed = np.tensordot(factors.astype(kind), both.astype(kind), 1)
+            total += summed @ held[:, part].T.astype(kind)
         of_ranks, of_nodes = np.split(total.astype(np.int64), [ranks])
         grid = nodes, size
         return WantedRows(of_ranks.reshape(*grid, *grid), of_nodes.reshape(nodes, *grid))

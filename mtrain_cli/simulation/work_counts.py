@@ -168,7 +168,9 @@ class WorkCounter:
             steps = {name: places[places[:, 0] == rank] for name, places in steps.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
         every = np.concatenate(list(steps.values()))
-        wanted = {(int(i), int(n)) for i, n in np.unique(every[:, 2:4], axis=0)}
+        most = int(every[:, 3].max(initial=0)) + 1
+        one = np.unique(every[:, 2] * most + every[:, 3])  # much faster than unique rows
+        wanted = {divmod(int(both), most) for both in one}
         wanted |= (
             {(r % self.schedule.heads, self.schedule.heads) for r in ranks}
             if self.gathers_columns

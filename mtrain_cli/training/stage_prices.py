@@ -183,19 +183,21 @@ def pairs_between(masks: Sequence[SequenceMask], shards: Sequence[IntArray]) -> 
     # Ranks hold whole blocks of this size.
     unit = int(np.gcd.reduce(np.flatnonzero(np.diff(owner)) + 1, initial=size))
     blocks, holder = size // unit + 1, np.append(owner[::unit], 0)
-    held = np.zeros((blocks, ranks))
-    held[np.arange(1, blocks), holder[:-1]] = unit
-    before = held.cumsum(0)  # keys of each rank before each block
+    order = np.argsort(holder[:-1], kind="stable")  # blocks, by the rank that holds them
+    first = np.searchsorted(holder[order], np.arange(ranks))
     pairs = np.zeros((ranks, ranks))
     for ends, sign in (
         (ends, sign)
         for mask in masks
         for bound, sign in ((mask.high, 1), (mask.low, -1))
         for ends in bound
+        if ends.any()
     ):
         block, rest = np.divmod(ends, unit)
         whole = np.bincount(owner * blocks + block, minlength=ranks * blocks)
-        pairs += sign * (whole.reshape(ranks, blocks) @ before)
+        # Queries that end after each block see all of its keys.
+        after = whole.reshape(ranks, blocks)[:, :0:-1].cumsum(1)[:, ::-1]
+        pairs += sign * unit * np.add.reduceat(after[:, order], first, axis=1)
         inside = np.bincount(owner * ranks + holder[block], rest, minlength=ranks**2)
         pairs += sign * inside.reshape(ranks, ranks)
     return pairs

@@ -15,6 +15,7 @@ from mtrain_cli.config.cluster import Constant, load_cluster
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import (
     Rates,
+    WantedRows,
     count_bits,
     count_traffic,
     from_bits,
@@ -149,3 +150,9 @@ def test_one_node_keeps_the_usual_links_to_others():
     rates = Rates.on(load_cluster("h200_1x8"))
     assert rates.outer == Rates.on(None).outer
     assert rates.inner == 322e9
+
+
+@pytest.mark.parametrize("rows", [2**24 - 2, 2**24 + 2])
+def test_many_rows_are_counted_exactly(rows):
+    needed, held = np.ones((2, 1, 2), bool), np.array([[rows, 1], [1, rows]])
+    assert (WantedRows.of(needed, held, 2).of_ranks == rows + 1).all()
