@@ -227,12 +227,14 @@ def save_what_rank_0_refuses(rank: int, world: int, directory: Path) -> tuple[st
         return_value=fractions.Fraction(1, 2),
     )
     began = time.monotonic()
-    with foreign if rank == 1 else contextlib.nullcontext():
+    with foreign if rank == 1 else contextlib.nullcontext() as planned:
         checkpointer.save(1, state)
         if rank == 0:
             with pytest.raises(RunError) as caught:
                 checkpointer.wait()
             return str(caught.value), time.monotonic() - began
+        while not planned.called:  # by the thread that saves
+            time.sleep(0.01)
     return "", 0.0
 
 

@@ -17,7 +17,7 @@ from mtrain_cli.training.expert_traffic import ExpertRun, chunks_of_tokens
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
-HOST = 4e-3
+HOST = 2.5e-3
 LEAVE = 1 - comb(64, 8) / comb(128, 8)  # of the tokens in degree 2
 ROUND = Rates(
     flops=1e12, inner=1e9, outer=1e8, memory=1e10, inner_latency=1e-3, outer_latency=2e-3,
