@@ -73,6 +73,7 @@ class LoggedStep:
     tokens_per_second_per_gpu: float | None = None
     seconds: float | None = None
     targets: int | None = None
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ _OF_LAST_STEP = (
     *("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds"),
     *("targets", "expert_load"),
 )
-
-_OF_METRICS = "grad_norm", "tokens_per_second_per_gpu", "seconds", "targets"
+_OF_METRICS = "grad_norm", "tokens_per_second_per_gpu", "seconds", "targets", "expert_load"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,12 +77,14 @@ def test_a_resumed_run_keeps_the_metrics_of_its_last_step(tmp_path):
 
 def test_a_status_shows_the_norm_and_speed_of_the_step_that_it_names(tmp_path):
     run = RunDir(tmp_path)
-    reporter(run).step(last=True, step=1, grad_norm=3.0, seconds=9.0, targets=5)
-    rows = [{"step": 1, "grad_norm": 3.0}, {"step": 2, "loss": 2.5, "grad_norm": 0.5, "seconds": 1}]
+    old = {"grad_norm": 3.0, "seconds": 9.0, "targets": 5, "expert_load": 1.5}
+    new = {"grad_norm": 0.5, "seconds": 1.0, "targets": 6, "expert_load": 1.25}
+    reporter(run).step(last=True, step=1, **old)
+    rows = [{"step": 1, **old}, {"step": 2, "loss": 2.5, **new}]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     status = run_status.read_status(run)
     assert (status.step, status.losses) == (2, (2.5,))
-    assert (status.written.grad_norm, status.written.seconds, status.written.targets) == (0.5, 1, 5)
+    assert {name: getattr(status.written, name) for name in new} == new
 
 
 def test_steps_are_written_at_most_once_a_second_but_the_last_always(tmp_path, monkeypatch):
