@@ -113,7 +113,9 @@ def _main(words: list[str], folder: str, environment: dict[str, str], outputs: l
         os.dup2(opened, target)
         os.close(opened)
     os.chdir(folder)
-    local.Popen = ForkedWorker  # type: ignore[attr-defined]
+    # With a GPU, the launcher may have opened NVML, which no worker with closed files can use.
+    if not torch.cuda.is_available():
+        local.Popen = ForkedWorker  # type: ignore[attr-defined]
     _become(words, environment)
 
 
