@@ -215,7 +215,7 @@ def pieces(tokens: int) -> None:
         "cast of a row's gradient": lambda: high.rows(grad),
         "weights of gate and up": lambda: Fp8Weight(*weights[2:4])._beside,
         "weights of q, k and v": lambda: Fp8Weight(qkv_WC)._below,
-        "scale of gate's weight": lambda: fp8_rows.scale_of(weights.gate_IC),
+        "largest number of gate and up": lambda: kernels.largest_of(weights[2:4]),
     }
     for name, call in new.items():
         print(f"{name:34}{'':9}{busy_ms(call, 8):9.2f}", flush=True)

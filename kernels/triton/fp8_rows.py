@@ -18,6 +18,7 @@ from torch import Tensor
 from mtrain_cli.model.fp8_rows import E4M3, Fp8, Fp8Matrix
 
 _TILE = 64
+_ELEMENTS = 8192  # of matrices, whose largest magnitude a program finds
 _MOST = 65536  # elements of a row that a program holds
 # Elements of a round of kernels with two rounds. The gate's backward pass takes 1.44 ms for 32,768
 # rows of 11,008 on an H200, and 1.74, 1.69 and 1.66 with 1,024, 2,048 and 16,384.
@@ -165,17 +166,56 @@ def _gate_back(
 
 
 @triton.jit
+def _one_of(FIRST, SECOND, THIRD, first, second, third, number, UNIT: tl.constexpr):
+    """Return (matrix, its size, size of those before it, number within it) of a program.
+
+    Programs take ``UNIT`` of the sizes each, and begin again with each matrix.
+    """
+    matrix, size, before = FIRST, first, first * 0
+    if number >= tl.cdiv(first, UNIT):
+        number -= tl.cdiv(first, UNIT)
+        matrix, size, before = SECOND, second, first
+        if number >= tl.cdiv(second, UNIT):
+            number -= tl.cdiv(second, UNIT)
+            matrix, size, before = THIRD, third, first + second
+    return matrix, size, before, number
+
+
+@triton.jit
+def _largest(FIRST, SECOND, THIRD, OUT, first, second, third, BLOCK: tl.constexpr):
+    matrix, size, _, number = _one_of(
+        FIRST, SECOND, THIRD, first, second, third, tl.program_id(0), BLOCK
+    )
+    at = number.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(matrix + at, mask=at < size, other=0.0).to(tl.float32)
+    # The bits of floats that are not negative are ordered as they are.
+    tl.atomic_max(OUT, tl.max(_magnitude(values), 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _cast_tile(
-    MATRIX, SCALE, OUT, rows, columns, ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
+    FIRST, SECOND, THIRD, LARGEST, OUT, SCALES, first, second, third, columns,
+    TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-    mask = (row < rows) & (column < columns)
-    larger = 1.0 / tl.load(SCALE)
-    values = tl.load(MATRIX + row * columns + column, mask=mask).to(tl.float32) * larger
-    out = OUT + row * ROW_STRIDE + column * COLUMN_STRIDE
-    tl.store(out, values.to(tl.float8e4nv), mask=mask)
+    matrix, rows, before, number = _one_of(
+        FIRST, SECOND, THIRD, first, second, third, tl.program_id(0), TILE
+    )
+    row = number * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    scale = _scale(tl.load(LARGEST))
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(matrix + at, mask=mask).to(tl.float32) * (1.0 / scale)
+    row += before
+    if TRANSPOSED:
+        out = column.to(tl.int64)[None, :] * (first + second + third) + row[:, None]
+        if tl.program_id(0) == 0:
+            tl.store(SCALES + column, tl.full([TILE], 0.0, tl.float32) + scale, column < columns)
+    else:
+        out = row.to(tl.int64)[:, None] * columns + column[None, :]
+        if tl.program_id(1) == 0:
+            tl.store(SCALES + row, tl.full([TILE], 0.0, tl.float32) + scale, row < before + rows)
+    tl.store(OUT + out, values.to(tl.float8e4nv), mask=mask)
 
 
 def cast_rows(input_SK: Tensor) -> Fp8:
@@ -238,19 +278,35 @@ def gate_backward_rows(
     return dinner_SI, dgate, dup, both
 
 
-def cast_matrix(matrices: Sequence[Tensor], scale: Tensor, transposed: bool) -> Fp8Matrix:
-    """Round matrices below each other to e4m3 with one scale. transposed: return the transpose."""
+def largest_of(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in up to three matrices, float32 [1]."""
+    bits = torch.zeros(1, dtype=torch.int32, device=matrices[0].device)
+    flat = [matrix.contiguous().flatten() for matrix in matrices]
+    programs = sum(triton.cdiv(len(values), _ELEMENTS) for values in flat)
+    tensors, sizes = _three(flat)
+    _largest[(programs,)](*tensors, bits, *sizes, _ELEMENTS)
+    return bits.view(torch.float32)
+
+
+def cast_matrix(matrices: Sequence[Tensor], largest: Tensor, transposed: bool) -> Fp8Matrix:
+    """Round up to three matrices below each other to e4m3 with one scale.
+
+    transposed: return the transpose.
+    """
     rows, columns = sum(map(len, matrices)), matrices[0].shape[1]
     sizes = (columns, rows) if transposed else (rows, columns)
-    values = torch.empty(sizes, dtype=E4M3, device=scale.device)
-    strides = (1, rows) if transposed else (columns, 1)
-    begin = 0
-    for matrix in matrices:
-        out = values[:, begin:] if transposed else values[begin:]
-        grid = triton.cdiv(len(matrix), _TILE), triton.cdiv(columns, _TILE)
-        _cast_tile[grid](matrix.contiguous(), scale, out, len(matrix), columns, *strides, _TILE)
-        begin += len(matrix)
-    return Fp8Matrix(values, scale.expand(1, len(values)).contiguous())
+    values = torch.empty(sizes, dtype=E4M3, device=largest.device)
+    scales = torch.empty(1, sizes[0], dtype=torch.float32, device=largest.device)
+    grid = sum(triton.cdiv(len(m), _TILE) for m in matrices), triton.cdiv(columns, _TILE)
+    tensors, lengths = _three([matrix.contiguous() for matrix in matrices])
+    _cast_tile[grid](*tensors, largest, values, scales, *lengths, columns, transposed, _TILE)
+    return Fp8Matrix(values, scales)
+
+
+def _three(matrices: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return matrices and their lengths, with more of length 0 until there are three."""
+    missing = 3 - len(matrices)
+    return matrices + matrices[:1] * missing, [*map(len, matrices), *[0] * missing]
 
 
 def _empty(rows: int, width: int, like: Tensor) -> Fp8:

@@ -31,9 +31,10 @@ class Fp8Matrix(NamedTuple):
     scales_1N: Tensor
 
 
-def scale_of(weight: Tensor) -> Tensor:
-    """Return the scale that all elements of a weight share, float32."""
-    return _scale(torch.linalg.vector_norm(weight.detach(), torch.inf).float())
+def largest_of(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in up to three matrices, float32 [1]."""
+    of_each = [torch.linalg.vector_norm(matrix, torch.inf).float() for matrix in matrices]
+    return torch.stack(of_each).amax(0, keepdim=True)
 
 
 def cast_rows(input_SK: Tensor) -> Fp8:
@@ -84,8 +85,12 @@ def gate_backward_rows(
     return (silu * up).to(low), dgate.to(low), dup.to(low), both
 
 
-def cast_matrix(matrices: Sequence[Tensor], scale: Tensor, transposed: bool) -> Fp8Matrix:
-    """Round matrices below each other to e4m3 with one scale. transposed: return the transpose."""
+def cast_matrix(matrices: Sequence[Tensor], largest: Tensor, transposed: bool) -> Fp8Matrix:
+    """Round up to three matrices below each other to e4m3 with one scale.
+
+    transposed: return the transpose.
+    """
+    scale = _scale(largest)
     values = torch.cat([(matrix.float() * (1.0 / scale)).to(E4M3) for matrix in matrices])
     values = values.t().contiguous() if transposed else values
     return Fp8Matrix(values, scale.expand(1, len(values)).contiguous())

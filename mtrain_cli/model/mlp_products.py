@@ -11,7 +11,7 @@ Shape suffixes are those of `feed_forward.py`; K are the summed elements of a pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, reduce
+from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -141,23 +141,20 @@ class Fp8Weight:
     """Matrices below each other in e4m3 with one scale, rounded once in each pass of a layer."""
 
     def __init__(self, *matrices_NK: Tensor) -> None:
-        self._matrices, self._kernels = matrices_NK, kernels_of(matrices_NK[0])
+        self._matrices = [matrix.detach() for matrix in matrices_NK]
+        self._kernels = kernels_of(matrices_NK[0])
 
     @cached_property
-    def _scale(self) -> Tensor:
-        return reduce(torch.maximum, map(fp8_rows.scale_of, self._matrices))
-
-    def _rounded(self, transposed: bool) -> Fp8Matrix:
-        matrices = [matrix.detach() for matrix in self._matrices]
-        return self._kernels.cast_matrix(matrices, self._scale, transposed)
+    def _largest(self) -> Tensor:
+        return self._kernels.largest_of(self._matrices)
 
     @cached_property
     def _below(self) -> Fp8Matrix:
-        return self._rounded(transposed=False)
+        return self._kernels.cast_matrix(self._matrices, self._largest, transposed=False)
 
     @cached_property
     def _beside(self) -> Fp8Matrix:
-        return self._rounded(transposed=True)
+        return self._kernels.cast_matrix(self._matrices, self._largest, transposed=True)
 
     def product(self, left_SK: Fp8, out: Tensor | None = None) -> Tensor:
         return product(left_SK, self._below, self._matrices[0].dtype, out)

@@ -94,12 +94,19 @@ def test_a_norm_equals_the_reference(width, adds, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_matrices_below_each_other(transposed, device):
-    matrices = [torch.randn(n, 48).to(device, torch.bfloat16) for n in (80, 32)]
-    scale = reference.scale_of(matrices[0])
-    arguments = matrices, scale, transposed
-    found, expected = kernels.cast_matrix(*arguments), reference.cast_matrix(*arguments)
-    assert_alike(found, expected)
+@pytest.mark.parametrize("lengths", [(1,), (80, 32), (64, 300, 1), (1, 64, 200)])
+def test_matrices_below_each_other(lengths, transposed, device):
+    # The largest number is in each of the matrices once, in one of the last places.
+    for largest in range(len(lengths)):
+        matrices = [torch.randn(n, 48).to(device, torch.bfloat16) for n in lengths]
+        matrices[largest][-1, -2] = -60.0
+        found = kernels.largest_of(matrices)
+        assert torch.equal(found, reference.largest_of(matrices))
+        assert found.item() == 60.0
+        arguments = matrices, found, transposed
+        assert_alike(kernels.cast_matrix(*arguments), reference.cast_matrix(*arguments))
+        matrices[largest][0, 0] = float("nan")
+        assert not kernels.largest_of(matrices).isfinite()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -148,13 +148,14 @@ def test_a_scale_spans_e4m3():
 
 def test_gate_and_up_share_a_scale():
     gate, up = torch.randn(6, 4), 5 * torch.randn(3, 4)
-    scale = torch.maximum(fp8_rows.scale_of(gate), fp8_rows.scale_of(up))
-    below = fp8_rows.cast_matrix([gate, up], scale, transposed=False)
-    beside = fp8_rows.cast_matrix([gate, up], scale, transposed=True)
+    largest = fp8_rows.largest_of([gate, up])
+    assert largest == max(gate.abs().max(), up.abs().max())
+    below = fp8_rows.cast_matrix([gate, up], largest, transposed=False)
+    beside = fp8_rows.cast_matrix([gate, up], largest, transposed=True)
     assert torch.equal(below.values_NK.t().float(), beside.values_NK.float())
     assert below.scales_1N.shape == (1, 9)
     assert beside.scales_1N.shape == (1, 4)
-    rounded = below.values_NK.float() * scale
+    rounded = below.values_NK.float() * below.scales_1N.t()
     assert error(rounded, torch.cat([gate, up])) < 5
 
 

@@ -167,10 +167,10 @@ def fp8_rows(values: torch.Tensor, width: int = 0) -> Fp8:
     return Fp8(like, values.new_zeros(rows, 1, dtype=torch.float32))
 
 
-def fp8_matrix(matrices: list[torch.Tensor], scale: torch.Tensor, transposed: bool) -> Fp8Matrix:
+def fp8_matrix(matrices: list[torch.Tensor], largest: torch.Tensor, transposed: bool) -> Fp8Matrix:
     sizes = sum(map(len, matrices)), matrices[0].shape[1]
     values = torch.zeros(sizes[::-1] if transposed else sizes, dtype=torch.float8_e4m3fn)
-    return Fp8Matrix(values, scale.new_zeros(1, len(values)))
+    return Fp8Matrix(values, largest.new_zeros(1, len(values)))
 
 
 def gate_backward_rows(gate_up, dinner):
@@ -191,6 +191,7 @@ FP8_KERNELS = SimpleNamespace(
     ),
     gate_backward_rows=gate_backward_rows,
     cast_matrix=fp8_matrix,
+    largest_of=lambda matrices: matrices[0].new_zeros(1, dtype=torch.float32),
 )  # fmt: skip
 
 
