@@ -22,6 +22,18 @@ def _module(name: str, device: int) -> Any:
         )
 
 
+@cache
+def _kernel(file: str, kernel: str, device: int) -> Any:
+    """Return a kernel, which `RawModule.get_function` would make anew for each launch."""
+    with cupy.cuda.Device(device):
+        return _module(file, device).get_function(kernel)
+
+
+@cache
+def _stream(stream: torch.cuda.Stream) -> Any:
+    return cupy.cuda.Stream.from_external(stream)
+
+
 def check() -> None:
     """Compile the smallest file for the current device. Raise CuPy's error on failure."""
     _module("merge", torch.cuda.current_device()).compile()
@@ -45,6 +57,7 @@ def launch(
         else np.int32(a)
         for a in arguments
     )
-    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
-    with cupy.cuda.Device(device), stream:
-        _module(file, device).get_function(kernel)((*grid, 1), (threads, 1, 1), values)
+    # CuPy's contexts of a device and of a stream would take longer than the launch.
+    stream = _stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device):
+        _kernel(file, kernel, device)((*grid, 1), (threads, 1, 1), values, stream=stream)
