@@ -125,7 +125,7 @@ def key_slots(columns: Tensor, geometry: BlockGeometry) -> Tensor:
     """Return the local key slot of each position, int32; -1 if the key is not local."""
     block = geometry.block
     if geometry.all_keys:
-        return columns.masked_fill(columns == geometry.blocks * block, -1)
+        return torch.where(columns == geometry.blocks * block, -1, columns)
     return (geometry.key_starts[columns // block] + columns % block).clamp_(min=-1)
 
 

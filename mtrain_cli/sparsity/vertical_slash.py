@@ -30,6 +30,7 @@ from mtrain_cli.sparsity.pattern import (
     to_mass_units,
 )
 
+_UNIT = torch.tensor(1 / MASS_UNITS, dtype=torch.float64, device="cpu")
 _SCORE_BYTES = 1 << 30  # maximum bytes of scores, or of tables, at a time
 # Keys per tile of the fused probe; a tile lies within a block.
 _SMALLEST_TILE, _LARGEST_TILE = 16, 128
@@ -226,7 +227,7 @@ def _merge_lse(partial: list[Tensor], masked: MaskedPositions) -> Tensor:
         totals.append(_concatenate([heads.long().sum(0) for heads in units.split(at_once, 1)], 0))
     total = masked.group.sum(_concatenate(totals))
     # Scaling by a power of two is exact. log(0) is -inf.
-    lse = (total * torch.tensor(1 / MASS_UNITS, dtype=torch.float64)).log_().add_(highest)
+    lse = (total * _UNIT).log_().add_(highest)
     return lse.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("inf")).to(dtype)
 
 
@@ -335,12 +336,12 @@ class VerticalSlashPattern(VerticalSlashSettings):
         lines = masked.geometry.blocks * (self.block if self.by_token else 1)
         diagonals = torch.zeros(*shape, lines, dtype=torch.int64, device=device)
         columns: dict[int, Tensor] = {}
-        is_sink = (masked.positions < self.sink_tokens).unflatten(0, (-1, self.block))
         for b, blocks, table in tables:
             for mass, number in zip(table, blocks, strict=True):
                 met, units = probes[b].diagonals[number], _units(mass, len(mass) // shape[1])
                 by_block = units.unflatten(-1, (-1, self.block))
                 if self.p_of == "rest":
+                    is_sink = (masked.positions < self.sink_tokens).unflatten(0, (-1, self.block))
                     by_block.masked_fill_(is_sink | (met < self._forced)[:, None], 0)
                 if chosen is None and self.by_token:
                     distances = (probes[b].rows[number] - masked.positions).clamp(min=0)
