@@ -17,7 +17,7 @@ extern "C" __global__ void block_lists(
     const int* __restrict__ first_min,     // [batch, blocks] minimum and maximum, over a query
     const int* __restrict__ first_max,     // block, of the first position that a query sees
     const int* __restrict__ columns,       // [batch * heads, tiles, block] ascending positions
-    int* __restrict__ partial_count,       // [batch * heads, rows], if transposed with the front's
+    int* __restrict__ partial_count,       // [batch * heads, rows]; if transposed, first the front's
     int* __restrict__ partial,             // [batch * heads, rows, partial_width]
     int* __restrict__ full_count,
     int* __restrict__ full,                // [batch * heads, rows, full_width]

@@ -18,7 +18,7 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
-from mtrain_cli.attention.partials import Pair
+from mtrain_cli.attention.partials import Pair, has_triton
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
 from mtrain_cli.config.schema import Config, ModelConfig
 
@@ -265,7 +265,8 @@ def display_name(pattern: Pattern) -> str:
 
 # Mass is a share of attention, between 0 and 1. Sums of integer units are exact in any order.
 MASS_UNITS = 2.0**38
-MOST_UNITS = (1 << 38) - 1
+_MASS_BITS = 38
+MOST_UNITS = (1 << _MASS_BITS) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
@@ -313,6 +314,13 @@ def select_ranked(
     crossing: whether to select the candidate that crosses the share.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
+    if order.is_cuda and has_triton():
+        from mtrain_cli.kernels.triton import selection
+
+        if order.shape[-1] <= selection.MOST_CANDIDATES:
+            return selection.select(
+                order, total, share, at_least, n, crossing, _NUMBER_BITS, _MASS_BITS
+            )
     candidates = n - 1 - (order & _NUMBER_MASK)
     masses = (order >> _NUMBER_BITS) & MOST_UNITS
     # Multiplying by a host scalar of another dtype needs no kernel for the conversion.
