@@ -6,14 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_CANDIDATES = 8192  # of a row
-
 
 @triton.jit
 def _select(
-    ORDER, TOTAL, SHARES, CANDIDATES, KEPT, width, last, at_least, SHARE: tl.constexpr,
+    ORDER, TOTAL, SHARES, NUMBERS, KEPT, width, n, at_least, SHARE: tl.constexpr,
     CROSSING: tl.constexpr, NUMBER_BITS: tl.constexpr, MASS_BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
@@ -30,9 +28,15 @@ def _select(
         share = tl.full((), SHARE, tl.float64)  # Triton rounds a float argument to float32
     limit = share * tl.load(TOTAL + row).to(tl.float64)
     kept = (held.to(tl.float64) < limit) | (place < at_least)
+    number = n - 1 - (keys & number_mask)
     at = row * width + place
-    tl.store(CANDIDATES + at, last - (keys & number_mask), mask=place < width)
-    tl.store(KEPT + at, kept, mask=place < width)
+    if FORM == "flags":
+        tl.store(KEPT + row * n + number, kept, mask=place < width)
+    elif FORM == "numbers":
+        tl.store(NUMBERS + at, tl.where(kept, number, n).to(tl.int32), mask=place < width)
+    else:
+        tl.store(NUMBERS + at, number, mask=place < width)
+        tl.store(KEPT + at, kept, mask=place < width)
 
 
 def select(
@@ -44,31 +48,41 @@ def select(
     crossing: bool,
     number_bits: int,
     mass_bits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `sparsity.pattern.select_ranked` returns, from sorted rank keys.
+    form: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a form of a `sparsity.pattern.Selection`.
 
     Args:
-        order: int64 [..., candidates], the best first, at most `MOST_CANDIDATES`.
+        order: int64 [..., candidates], rank keys, the best first. A program holds a row.
         total: int64 [..., 1].
         share: a float, or floats that expand to [..., 1].
         number_bits, mass_bits: the lowest bits of a key, and those above them.
+        form: "pairs", "numbers" or "flags".
 
     Returns:
-        int64 and bool, like ``order``.
+        The numbers (with "numbers", n for those not selected) and which of them are selected, like
+        ``order``; with "flags", bool [..., n]. Each form but "pairs" lacks one of both.
     """
-    width, shape = order.shape[-1], (*order.shape[:-1], 1)
-    candidates = torch.empty(order.shape, dtype=torch.int64, device=order.device)
-    kept = torch.empty(order.shape, dtype=torch.bool, device=order.device)
-    total, number = total.expand(shape).contiguous(), None
+    order, width, shape = order.contiguous(), order.shape[-1], (*order.shape[:-1], 1)
+    numbers = kept = None
+    if form == "flags":
+        # All flags are written if all candidates are there.
+        make = order.new_empty if width == n else order.new_zeros
+        kept = make((*order.shape[:-1], n), dtype=torch.bool)
+    else:
+        numbers = torch.empty_like(order, dtype=torch.int32 if form == "numbers" else torch.int64)
+    if form == "pairs":
+        kept = torch.empty_like(order, dtype=torch.bool)
+    total, constant = total.expand(shape).contiguous(), None
     if isinstance(share, torch.Tensor):
         shares = share.expand(shape).contiguous()
     else:
-        shares, number = total, float(share)
+        shares, constant = total, float(share)
     if total.numel():
         padded = triton.next_power_of_2(width)
         _select[(total.numel(),)](
-            order.contiguous(), total, shares, candidates, kept, width, n - 1, at_least,
-            SHARE=number, CROSSING=crossing, NUMBER_BITS=number_bits, MASS_BITS=mass_bits,
-            WIDTH=padded, num_warps=max(1, min(16, padded // 256)),
+            order, total, shares, numbers, kept, width, n, at_least, SHARE=constant,
+            CROSSING=crossing, NUMBER_BITS=number_bits, MASS_BITS=mass_bits, WIDTH=padded,
+            FORM=form, num_warps=max(1, min(16, padded // 256)),
         )  # fmt: skip
-    return candidates, kept
+    return numbers, kept

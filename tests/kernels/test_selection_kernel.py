@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sparsity import small_batch
 
 pytest.importorskip("triton")
 
-from mtrain_cli.kernels.triton import selection
-
 from mtrain_cli.sparsity import pattern
-from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, base_rank_keys, rank_keys
+from mtrain_cli.sparsity.pattern import (
+    MASS_UNITS,
+    MOST_UNITS,
+    Selection,
+    base_rank_keys,
+    rank_keys,
+)
 
 LINES = 9000  # candidates have numbers below this
 
@@ -32,15 +37,16 @@ def ranked(rows: tuple[int, ...], width: int, kind: str, device: str = "cpu") ->
 def check(order: torch.Tensor, share: float | torch.Tensor, at_least: int, crossing: bool) -> float:
     """Compare the kernel with PyTorch on the CPU, and return which part of the candidates stays."""
     total = ((order >> 24) & MOST_UNITS).sum(-1, keepdim=True)
-    found = selection.select(order, total, share, at_least, LINES, crossing, 24, 38)
-    numbers = share.cpu() if isinstance(share, torch.Tensor) else share
-    wanted = pattern.select_ranked(
-        order.cpu(), total.cpu(), numbers, at_least, order.shape[-1], LINES, crossing=crossing
-    )
-    for a, b in zip(found, wanted, strict=True):
+    chosen = Selection(order, total, share, at_least, LINES, crossing)
+    number = share.cpu() if isinstance(share, torch.Tensor) else share
+    wanted = Selection(order.cpu(), total.cpu(), number, at_least, LINES, crossing)
+    (numbers, none), (nothing, flags) = chosen._run("numbers"), chosen._run("flags")
+    assert none is nothing is None
+    found = (*chosen._run("pairs"), numbers, flags)
+    for a, b in zip(found, (*wanted.pairs(), wanted.numbers(), wanted.flags()), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a.cpu(), b)
-    return float(wanted[1].double().mean())
+    return float(wanted.pairs()[1].double().mean())
 
 
 # Shares at which a sum equals the limit, and one that float32 does not hold.
@@ -75,9 +81,48 @@ def test_the_limit_is_float64():
     order = rank_keys(units, base_rank_keys(numbers < 0, numbers, LINES))
     kept = [check(order, share, 0, True) for share in (0.2 - 1e-9, 0.2, 0.2 + 1e-9)]
     assert kept[0] == kept[1] < kept[2]
+
+
+def test_no_rows_give_no_candidates():
     none = torch.empty(0, 8, dtype=torch.int64)
-    found = selection.select(none, none[:, :1], 0.5, 0, LINES, True, 24, 38)
-    assert all(t.shape == (0, 8) for t in found)
+    check(none, 0.5, 0, True)
+
+
+def test_all_candidates_give_all_flags():
+    """Then the kernel does not clear the flags before."""
+    torch.manual_seed(0)
+    units = torch.randint(0, 1000, (5, 33))
+    numbers = torch.arange(33)
+    order = rank_keys(units, base_rank_keys(numbers < 2, numbers, 33))
+    chosen = Selection.of(order, units.sum(-1, keepdim=True), 0.5, 1, 33, 33)
+    assert torch.equal(chosen._run("flags")[1], chosen.flags())
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"max_slashes": 4, "max_columns": 0},
+        {"joint": True, "p_v": 0.9, "index_per": "kv_group"},
+        {"joint": True, "p_v": 0.9, "p_of": "rest", "min_slashes": 2},
+        {"slash_unit": "token", "max_slashes": 70, "min_slashes": 2},
+    ],
+)
+def test_the_pattern_makes_the_same_index(changed, documents, monkeypatch):
+    q, k, masked = small_batch.inputs(1, documents, length=small_batch.SEQ - 3)
+    chosen = small_batch.pattern(**changed)
+    want = chosen.estimate(q, k, masked, 0)
+    launched = []
+    run = Selection._run
+    monkeypatch.setattr(pattern, "selection_usable", lambda _: True)
+    monkeypatch.setattr(Selection, "_run", lambda *args: launched.append(args[1]) or run(*args))
+    found = chosen.estimate(q, k, masked, 0)
+    assert len(launched) == 2
+    assert torch.equal(found.slashes, want.slashes)
+    assert torch.equal(found.columns, want.columns)
+    assert found.columns.is_contiguous()
+    assert found.slashes.is_contiguous()
 
 
 @pytest.mark.gpu
