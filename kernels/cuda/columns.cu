@@ -50,7 +50,6 @@ __device__ __forceinline__ void add_columns(
     const float* __restrict__ columns_dk,  // [parts, batch, heads, width, dim]
     const float* __restrict__ columns_dv,
     const int* __restrict__ slots,         // [batch, heads, width] ascending, -1 at the end
-    const int* __restrict__ counts,        // [batch, heads] number of columns
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
     const int lane = threadIdx.x & 31;
@@ -59,8 +58,9 @@ __device__ __forceinline__ void add_columns(
     const int heads = kv_heads * group;
     const long long batch = bh / heads;
     const int head = bh % heads, kv_head = head / group, mine = head % group;
-    if (column >= counts[bh]) return;
+    if (column >= width) return;
     const int slot = slots[bh * width + column];
+    if (slot < 0) return;
     const long long at = ((batch * keys + slot) * kv_heads + kv_head) * dim;
     for (int other = 0; other < group; ++other) {
         const long long from = batch * heads + kv_head * group + other;
@@ -68,12 +68,14 @@ __device__ __forceinline__ void add_columns(
         if (other == mine) {
             place = column;
         } else {  // binary search among the columns of the other head
-            int low = 0, high = counts[from];
+            int low = 0, high = width;
             while (low < high) {
                 const int middle = (low + high) >> 1;
-                if (slots[from * width + middle] < slot) low = middle + 1; else high = middle;
+                // As an unsigned number, -1 comes after all slots.
+                if ((unsigned)slots[from * width + middle] < (unsigned)slot) low = middle + 1;
+                else high = middle;
             }
-            if (low < counts[from] && slots[from * width + low] == slot) place = low;
+            if (low < width && slots[from * width + low] == slot) place = low;
         }
         if (place < 0) continue;
         if (other < mine) return;  // an earlier head owns this column
@@ -91,20 +93,20 @@ __device__ __forceinline__ void add_columns(
 
 extern "C" __global__ void add_column_gradients_float32(
     float* dk, float* dv, const float* columns_dk, const float* columns_dv,
-    const int* slots, const int* counts,
+    const int* slots,
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
     add_columns(
-        dk, dv, columns_dk, columns_dv, slots, counts,
+        dk, dv, columns_dk, columns_dv, slots,
         parts, part, keys, kv_heads, group, width, dim);
 }
 
 extern "C" __global__ void add_column_gradients_bfloat16(
     unsigned short* dk, unsigned short* dv, const float* columns_dk, const float* columns_dv,
-    const int* slots, const int* counts,
+    const int* slots,
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
     add_columns(
-        dk, dv, columns_dk, columns_dv, slots, counts,
+        dk, dv, columns_dk, columns_dv, slots,
         parts, part, keys, kv_heads, group, width, dim);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,22 +12,22 @@ from torch import Tensor
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import IntArray, KeySpans
+from mtrain_cli.attention.packed_columns import local_columns
 from mtrain_cli.attention.partials import Pair, cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
+
+if TYPE_CHECKING:
+    from mtrain_cli.attention.column_blocks import Front
 
 _WARPS = 4
 Lists = dict[str, Tensor]
 
 
-def index_lists(
-    tiles: Tiles, transposed: bool, front: int = 0, partial_width: int = 0
-) -> dict[str, Tensor]:
+def index_lists(tiles: Tiles, transposed: bool, front: Front | None = None) -> Lists:
     """List the blocks that both index and mask allow, without single columns.
 
     Args:
-        front: number of other key blocks before the first. If transposed, their rows of the lists
-            stay empty.
-        partial_width: least width of ``partial``.
+        front: key blocks of single columns before the first, which are listed, too.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width], undefined
@@ -48,21 +49,27 @@ def index_lists(
         chosen, slots, held, bitmap = index.slashes, geometry.query_slot, 1, False
         most = index.max_slashes
     widths = list_widths(candidates, most, tables.plain)
-    widths = max(partial_width, widths[0]), widths[1]
-    above = front if transposed else 0
+    if front is not None:
+        wide = front.list_width(queries) if transposed else front.tiles + 1
+        widths = max(wide, widths[0]), widths[1]
+    before = front.blocks if front else 0
+    above = before if transposed else 0
     if cuda_kernels_usable(tables.first):
         from mtrain_cli.kernels.cuda.nvrtc import launch
 
         shapes = [(batch, heads, above + rows, *width) for w in widths for width in ((), (w,))]
         lists = [torch.empty(shape, dtype=torch.int32, device=tables.device) for shape in shapes]
-        for count in lists[::2]:
-            count[..., :above] = 0
+        # Without a front the kernel does not read the columns, so pass any tensor.
+        columns, shape = slots, (1, 1, 0)
+        if front is not None:
+            columns, shape = local_columns(tiles)[0], (front.group, front.parts, front.tiles)
         launch(
-            "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
+            "block_lists", "block_lists",
+            (-(-(above + rows) // _WARPS), batch * heads), 32 * _WARPS,
             chosen.contiguous(), slots, geometry.query_blocks, geometry.key_blocks,
-            tables.first_min, tables.first_max, *lists,
+            tables.first_min, tables.first_max, columns, *lists,
             heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
-            front,
+            *shape,
         )  # fmt: skip
         return dict(zip(("partial_count", "partial", "full_count", "full"), lists, strict=True))
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
@@ -79,9 +86,9 @@ def index_lists(
         )
         # A negative pad cuts the list to its width.
         indices = torch.nn.functional.pad(indices, (0, width - candidates, above, 0))
-        result[name] = indices + (front - above)
+        result[name] = indices + (before - above)
         result[name + "_count"] = torch.nn.functional.pad(counts_below[..., -1], (above, 0))
-    return result
+    return front.add_to(result, tiles, transposed) if front else result
 
 
 def mask_lists(tiles: Tiles, block: int) -> tuple[Lists, Lists]:

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.block_lists import BLOCK, Lists, index_lists
+from mtrain_cli.attention.block_lists import BLOCK, Lists
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair
@@ -113,8 +113,8 @@ class Front:
         add_column_gradients(own_dk, own_dv, fronts[0], fronts[1], local_columns(tiles)[1])
         return own_dk, own_dv
 
-    def lists(self, tiles: Tiles, *, transposed: bool) -> Lists:
-        """Return `index_lists` with the front's blocks, which are all partial.
+    def add_to(self, lists: Lists, tiles: Tiles, transposed: bool) -> Lists:
+        """Add the front's blocks, which are all partial, to lists whose rows of them are empty.
 
         A query block lists the tiles whose first column is in an earlier block, and a tile lists
         the query blocks after its first column.
@@ -123,10 +123,9 @@ class Front:
         assert geometry is not None
         own = geometry.query_blocks
         first = local_columns(tiles)[0][..., ::BLOCK] // BLOCK
-        heads = torch.arange(first.shape[1], dtype=torch.int32, device=own.device)
-        base = (heads % self.group * (self.parts * self.tiles))[:, None, None]
         if not transposed:
-            lists = index_lists(tiles, transposed, self.blocks)
+            heads = torch.arange(first.shape[1], dtype=torch.int32, device=own.device)
+            base = (heads % self.group * (self.parts * self.tiles))[:, None, None]
             below = (first[:, :, None] < own[:, None]).sum(-1, dtype=torch.int32)
             place = torch.arange(self.tiles + 1, dtype=torch.int32, device=own.device)
             # The block's own keys come last, so that FlashAttention-4 begins with them.
@@ -135,12 +134,10 @@ class Front:
             )
             lists["partial_count"] += below
             return lists
-        width = self.list_width(own.numel())
-        lists = index_lists(tiles, transposed, self.blocks, width)
         start = torch.searchsorted(own, first.contiguous(), right=True, out_int32=True)
         steps = torch.arange(self.parts + 1, dtype=torch.int32, device=own.device)[:, None]
         cuts = start[:, :, None] + (own.numel() - start[:, :, None]) * steps // self.parts
-        numbers = torch.arange(width, dtype=torch.int32, device=own.device)
+        numbers = torch.arange(lists["partial"].shape[-1], dtype=torch.int32, device=own.device)
         values = cuts[:, :, :-1, :, None] + numbers, cuts.diff(dim=2)
         for name, value in zip(("partial", "partial_count"), values, strict=True):
             front = lists[name][:, :, : self.blocks]

@@ -144,7 +144,7 @@ def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float)
     dense = _load_dense()
     front = Front.of(tiles, k.shape[2], backward=False)
     if front is not None and dense.takes_columns(q.device):
-        lists, words = front.lists(tiles, transposed=False), front.words(tiles)
+        lists, words = index_lists(tiles, False, front), front.words(tiles)
         return dense.spans_forward(q, *front.join(k, v, tiles), None, lists, scale, columns=words)
     blocks = dense.spans_forward(
         q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale
@@ -164,7 +164,7 @@ def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> 
     q, k, v, out, lse, delta = saved
     front = Front.of(tiles, k.shape[2], backward=True)
     if front is not None and dense.takes_columns(q.device):
-        lists, words = front.lists(tiles, transposed=True), front.words(tiles)
+        lists, words = index_lists(tiles, True, front), front.words(tiles)
         k, v = front.join(k, v, tiles)
         dq, dk, dv = dense.spans_backward(
             dout, q, k, v, out, lse, delta, None, lists, scale, columns=words

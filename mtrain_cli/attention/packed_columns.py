@@ -69,11 +69,10 @@ def add_column_gradients(
 
         assert dk.is_contiguous()
         assert dv.is_contiguous()
-        counts = (slots >= 0).sum(-1, dtype=torch.int32)
         launch(
             "columns", f"add_column_gradients_{str(dk.dtype).removeprefix('torch.')}",
             (-(-width // _WARPS), batch * heads), 32 * _WARPS,
-            dk, dv, columns_dk, columns_dv, slots, counts,
+            dk, dv, columns_dk, columns_dv, slots,
             len(columns_dk), np.int64(columns_dk[0].numel()), np.int64(keys), kv_heads, group,
             width, dim,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
-from mtrain_cli.attention.partials import Pair
+from mtrain_cli.attention.partials import Pair, has_triton
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
 from mtrain_cli.config.schema import Config, ModelConfig
 
@@ -265,7 +265,8 @@ def display_name(pattern: Pattern) -> str:
 
 # Mass is a share of attention, between 0 and 1. Sums of integer units are exact in any order.
 MASS_UNITS = 2.0**38
-MOST_UNITS = (1 << 38) - 1
+_MASS_BITS = 38
+MOST_UNITS = (1 << _MASS_BITS) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
@@ -296,35 +297,74 @@ def rank_keys(units: Tensor, without_mass: Tensor) -> Tensor:
     return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
 
 
-def select_ranked(
-    order: Tensor,
-    total: Tensor,
-    share: float | Tensor,
-    at_least: int,
-    at_most: int,
-    n: int,
-    *,
-    crossing: bool = True,
-) -> Pair:
-    """Select candidates as `select_by_mass` does, from their `rank_keys`.
+@dataclass(frozen=True)
+class Selection:
+    """The candidates that `select_by_mass` selects, from their `rank_keys`.
 
-    order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
+    order: rank keys [..., candidates], the largest first.
     total: total mass of all candidates in units, int64 [..., 1].
     crossing: whether to select the candidate that crosses the share.
     """
-    order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
-    candidates = n - 1 - (order & _NUMBER_MASK)
-    masses = (order >> _NUMBER_BITS) & MOST_UNITS
-    # Multiplying by a host scalar of another dtype needs no kernel for the conversion.
-    limit = (
-        share * total.double()
-        if isinstance(share, Tensor)
-        else total * torch.tensor(share, dtype=torch.float64)
-    )
-    held = masses.cumsum(-1)
-    kept = (held.sub_(masses) if crossing else held) < limit
-    kept[..., :at_least].fill_(True)
-    return candidates, kept
+
+    order: Tensor
+    total: Tensor
+    share: float | Tensor
+    at_least: int
+    n: int
+    crossing: bool
+
+    @staticmethod
+    def of(
+        order: Tensor, total: Tensor, share: float | Tensor, at_least: int, at_most: int, n: int,
+        *, crossing: bool = True,
+    ) -> Selection:  # fmt: skip
+        """Make a selection from keys in any order, with the ``at_most`` largest among them."""
+        order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
+        return Selection(order, total, share, at_least, n, crossing)
+
+    def pairs(self) -> Pair:
+        """Return what `select_by_mass` does."""
+        if selection_usable(self.order):
+            return self._run("pairs")
+        candidates = self.n - 1 - (self.order & _NUMBER_MASK)
+        masses = (self.order >> _NUMBER_BITS) & MOST_UNITS
+        # Multiplying by a host scalar of another dtype needs no kernel for the conversion.
+        limit = (
+            self.share * self.total.double()
+            if isinstance(self.share, Tensor)
+            else self.total * torch.tensor(self.share, dtype=torch.float64)
+        )
+        held = masses.cumsum(-1)
+        kept = (held.sub_(masses) if self.crossing else held) < limit
+        kept[..., : self.at_least].fill_(True)
+        return candidates, kept
+
+    def numbers(self) -> Tensor:
+        """Return the numbers of those selected and n for the others, int32, like ``order``."""
+        if selection_usable(self.order):
+            return self._run("numbers")[0]
+        candidates, kept = self.pairs()
+        return torch.where(kept, candidates.int(), self.n)
+
+    def flags(self) -> Tensor:
+        """Return whether each number is selected, bool [..., n]."""
+        if selection_usable(self.order):
+            return self._run("flags")[1]
+        candidates, kept = self.pairs()
+        return kept.new_zeros(*kept.shape[:-1], self.n).scatter_(-1, candidates, kept)
+
+    def _run(self, form: str) -> Pair:
+        from mtrain_cli.kernels.triton import selection
+
+        return selection.select(
+            self.order, self.total, self.share, self.at_least, self.n, self.crossing,
+            _NUMBER_BITS, _MASS_BITS, form,
+        )  # fmt: skip
+
+
+def selection_usable(order: Tensor) -> bool:
+    # A program holds a row.
+    return order.is_cuda and order.shape[-1] <= 8192 and has_triton()
 
 
 def select_by_mass(
@@ -343,9 +383,9 @@ def select_by_mass(
     n = mass.shape[-1]
     units = (to_mass_units(mass) if mass.is_floating_point() else mass).clamp(max=MOST_UNITS)
     order = rank_keys(units, base_rank_keys(forced, torch.arange(n, device=mass.device), n))
-    candidates, kept = select_ranked(
+    candidates, kept = Selection.of(
         order, units.sum(-1, keepdim=True), share, at_least, at_most, n
-    )
+    ).pairs()
     return candidates, kept | forced.expand_as(mass).gather(-1, candidates)
 
 

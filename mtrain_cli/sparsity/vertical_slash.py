@@ -24,9 +24,9 @@ from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
     MOST_UNITS,
     MaskedPositions,
+    Selection,
     base_rank_keys,
     rank_keys,
-    select_ranked,
     to_mass_units,
 )
 
@@ -402,7 +402,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
             is_forced = (numbers < forced) & (not self.by_token)
             masked.cache[key] = base_rank_keys(is_forced, numbers, lines)
         order, total = rank_keys(units, masked.cache[key]), units.sum(-1, keepdim=True)
-        candidates, keep = select_ranked(
+        chosen_lines = Selection.of(
             order,
             total,
             self.p_s,
@@ -412,10 +412,11 @@ class VerticalSlashPattern(VerticalSlashSettings):
             crossing=not self.by_token,
         )
         if not self.by_token:
-            return torch.zeros_like(units, dtype=torch.bool).scatter_(-1, candidates, keep)
+            return chosen_lines.flags()
+        numbers = chosen_lines.numbers().long()
         chosen = units.new_zeros(*units.shape[:-1], blocks + 1, dtype=torch.bool)
-        for touched in (candidates // self.block, -(-candidates // self.block)):
-            chosen.scatter_(-1, torch.where(keep, touched, blocks), True)
+        for touched in (numbers // self.block, -(-numbers // self.block)):
+            chosen.scatter_(-1, touched, True)
         chosen[..., :forced] = True
         return chosen[..., :blocks].contiguous()
 
@@ -431,13 +432,9 @@ class VerticalSlashPattern(VerticalSlashSettings):
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
             is_sink = masked.positions < self.sink_tokens
-            masked.cache[key] = (
-                base_rank_keys(is_sink, masked.positions, tokens),
-                torch.full((), tokens, dtype=torch.int32, device=vertical.device),
-            )
-        without_mass, unused = masked.cache[key]
+            masked.cache[key] = base_rank_keys(is_sink, masked.positions, tokens)
         column_mass = vertical.sum(-1, keepdim=True)
-        order = rank_keys(vertical.clamp_(max=MOST_UNITS), without_mass)
+        order = rank_keys(vertical.clamp_(max=MOST_UNITS), masked.cache[key])
         if masked.group.size > 1:
             if at_most < order.shape[-1]:
                 # The largest rank keys of all workers are among the largest of each worker.
@@ -450,7 +447,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
             # Slashes hold whole - column_mass, so columns add p_v * whole - (whole - column_mass).
             wanted = column_mass - (1 - self.p_v) * whole
             share = (wanted / column_mass.clamp(min=1)).clamp(min=0.0)
-        candidates, keep = select_ranked(
+        columns = Selection.of(
             order,
             column_mass,
             share,
@@ -458,15 +455,15 @@ class VerticalSlashPattern(VerticalSlashSettings):
             at_most,
             tokens,
             crossing=not self.by_token,
-        )
+        ).numbers()
         if masked.padded:
             # Never choose padding, even if the settings ask for more columns than there are tokens.
-            keep &= candidates < masked.tables.lengths[:, None, None]
-        columns = torch.where(keep, candidates.int(), unused).sort(-1).values
+            columns.masked_fill_(columns >= masked.tables.lengths[:, None, None], tokens)
+        columns = columns.sort(-1).values
         if not self.max_columns:
             # Without a bound the width is the number of tokens. Wait for the device to learn how
             # many columns are in use, and cut the width: all later work grows with it.
-            steps = max(1, -(-int(keep.sum(-1).max()) // _COLUMN_STEP))
+            steps = max(1, -(-int((columns < tokens).sum(-1).max()) // _COLUMN_STEP))
             columns = columns[..., : min(tokens, steps * _COLUMN_STEP)].contiguous()
         return columns
 

@@ -16,7 +16,7 @@ import torch
 from attention.sparse_problems import column_problem, make_problem
 
 from mtrain_cli.attention import column_blocks
-from mtrain_cli.attention.block_lists import BLOCK, word_and_bit
+from mtrain_cli.attention.block_lists import BLOCK, index_lists, word_and_bit
 from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Saved
@@ -141,7 +141,7 @@ def test_long_lists_are_divided_among_more_copies(monkeypatch, most, parts):
     front = Front.of(p.tiles, 2, backward=True)
     assert (front and front.parts) == parts
     if front:
-        assert 4 * front.lists(p.tiles, transposed=True)["partial"].numel() <= most
+        assert 4 * index_lists(p.tiles, True, front)["partial"].numel() <= most
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_columns_in_front_of_the_keys_have_the_estimated_size(kv_heads):
     gradients = 2 * made.numel() * made.element_size()
     if kv_heads < 4:  # FlashAttention-4 adds up the gradients of a group in float32
         gradients += 2 * 4 * made.numel()
-    lists, alone = front.lists(p.tiles, transposed=True), index_lists(p.tiles, transposed=True)
+    lists, alone = index_lists(p.tiles, True, front), index_lists(p.tiles, transposed=True)
     longer = size(lists["partial"], lists["full"]) - size(alone["partial"], alone["full"])
     held = size(*front.join(p.k, p.v, p.tiles), front.words(p.tiles)[0]) + gradients + longer
     queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))

@@ -9,6 +9,8 @@ import pytest
 import torch
 from attention.sparse_problems import as_view_among_nan, column_problem, make_problem
 
+from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, make_kernel, survey
 
@@ -121,17 +123,32 @@ def test_sparse_attention_equals_the_oracle(
     }, relative_errors
 
 
+COLUMNS = [
+    {},
+    {"width": 128, "batch": 1, "kv_heads": 1},
+    {"width": 500, "where": "striped queries", "blocks": 8},
+    {"heads": 3, "kv_heads": 3, "width": 77, "tail": 50},
+    {"width": 900, "blocks": 16, "batch": 1, "kv_heads": 4},
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", COLUMNS)
+def test_the_lists_with_columns_in_front_are_those_of_pytorch(shape, transposed):
+    tiles = column_problem(1, **shape).tiles
+    front = Front.of(tiles, shape.get("kv_heads", 2), backward=transposed)
+    assert front is not None
+    expected = index_lists(tiles, transposed, front)
+    actual = index_lists(tiles.to("cuda"), transposed, front)
+    for name in ("partial", "full"):
+        count, found = expected[f"{name}_count"], actual[name].cpu()
+        assert torch.equal(actual[f"{name}_count"].cpu(), count)
+        listed = torch.arange(found.shape[-1]) < count[..., None]
+        assert torch.equal(found[listed], expected[name][listed])
+
+
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"width": 128, "batch": 1, "kv_heads": 1},
-        {"width": 500, "where": "striped queries", "blocks": 8},
-        {"heads": 3, "kv_heads": 3, "width": 77, "tail": 50},
-        {"width": 900, "blocks": 16, "batch": 1, "kv_heads": 4},
-    ],
-)
+@pytest.mark.parametrize("shape", COLUMNS)
 def test_columns_in_the_same_call_equal_the_oracle(shape, dim):
     kernel, oracle = make_kernel("flash4"), make_kernel("reference")
     request = KernelRequest(

@@ -28,11 +28,13 @@ class Emulator:
 
     folder: holds the compiled libraries.
     launched: names of the kernels that ran.
+    backwards: whether the last rows of a grid run first.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.launched: list[str] = []
+        self.backwards = False
         self._libraries: dict[str, ctypes.CDLL] = {}
 
     def launch(
@@ -58,8 +60,9 @@ class Emulator:
                 limits = np.iinfo(np.int64 if isinstance(argument, np.int64) else np.int32)
                 assert limits.min <= int(argument) <= limits.max
                 values.append(int(argument) % 2**64)
-        run = self._library(file)[f"run_{kernel}"]
-        if run(*grid, threads, (ctypes.c_uint64 * len(values))(*values)):
+        library = self._library(file)
+        ctypes.c_int.in_dll(library, "backwards").value = self.backwards
+        if library[f"run_{kernel}"](*grid, threads, (ctypes.c_uint64 * len(values))(*values)):
             raise RuntimeError(f"{kernel}: trap")
         self.launched.append(kernel)
 

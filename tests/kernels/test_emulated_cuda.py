@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from attention.sparse_problems import Problem, make_problem
+from attention.sparse_problems import Problem, column_problem, make_problem
 from kernels.emulated import COMPILER, Emulator, use_emulator
 
 from mtrain_cli.attention import block_lists, packed_columns, partials
+from mtrain_cli.attention.column_blocks import Front
 from mtrain_cli.attention.index import VerticalSlash
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -38,13 +39,54 @@ def test_block_lists_equal_pytorch(kind, documents, transposed, emulator, monkey
             with monkeypatch.context() as patch:
                 use_emulator(emulator, patch, block_lists)
                 actual = block_lists.index_lists(p.tiles, transposed)
-            for name in ("partial", "full"):
-                count = expected[f"{name}_count"]
-                assert torch.equal(actual[f"{name}_count"], count)
-                assert actual[name].shape == expected[name].shape
-                listed = torch.arange(actual[name].shape[-1]) < count[..., None]
-                assert torch.equal(actual[name][listed], expected[name][listed])
+            assert_equal_lists(actual, expected)
     assert emulator.launched[-1] == "block_lists"
+
+
+FRONTS = [
+    {},
+    {"width": 128, "batch": 1, "kv_heads": 1},
+    {"width": 500, "where": "striped queries", "blocks": 8},
+    {"width": 77, "heads": 3, "kv_heads": 3, "tail": 50},
+    {"width": 20, "batch": 1, "blocks": 1},
+    # More tiles, and more blocks, than a warp has lanes.
+    {"width": 4400, "batch": 1, "blocks": 41, "kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", FRONTS)
+@pytest.mark.parametrize("used", [True, False])
+def test_lists_with_columns_in_front_equal_pytorch(shape, transposed, used, emulator, monkeypatch):
+    p = column_problem(1, **shape)
+    index = p.tiles.index
+    assert isinstance(index, VerticalSlash)
+    if not used:
+        none = torch.full_like(index.columns, index.blocks * index.block)
+        p = dataclasses.replace(
+            p, tiles=p.tiles.with_index(dataclasses.replace(index, columns=none))
+        )
+    front = Front.of(p.tiles, shape.get("kv_heads", 2), backward=transposed)
+    assert front is not None
+    for parts in (front.parts, 3, 8) if transposed else (front.parts,):
+        some = dataclasses.replace(front, parts=parts)
+        expected = block_lists.index_lists(p.tiles, transposed, some)
+        with monkeypatch.context() as patch:
+            use_emulator(emulator, patch, block_lists)
+            actual = block_lists.index_lists(p.tiles, transposed, some)
+        assert_equal_lists(actual, expected)
+        alone = block_lists.index_lists(p.tiles, transposed)
+        more = expected["partial_count"].sum() > alone["partial_count"].sum()
+        assert more == (used and index.blocks > 1)
+
+
+def assert_equal_lists(actual: block_lists.Lists, expected: block_lists.Lists) -> None:
+    for name in ("partial", "full"):
+        count = expected[f"{name}_count"]
+        assert torch.equal(actual[f"{name}_count"], count)
+        assert actual[name].shape == expected[name].shape
+        listed = torch.arange(actual[name].shape[-1], device=count.device) < count[..., None]
+        assert torch.equal(actual[name][listed], expected[name][listed])
 
 
 @pytest.mark.parametrize(("documents", "name"), [(None, "full"), (False, "partial")])
@@ -79,8 +121,12 @@ def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulat
     packed = packed_columns.pack_columns(k, v, p.tiles)
     assert packed is not None
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
-    actual = [t.clone() for t in (k, v)]
+    actual, backwards = ([t.clone() for t in (k, v)] for _ in range(2))
     packed_columns.add_column_gradients(*actual, *columns, slots)
+    # The bits do not depend on which program runs first: each row of dk and dv has one.
+    monkeypatch.setattr(emulator, "backwards", True)
+    packed_columns.add_column_gradients(*backwards, *columns, slots)
+    assert all(map(torch.equal, actual, backwards))
     # Columns that heads of a group share are added one head at a time, rounded each time in
     # bfloat16.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1

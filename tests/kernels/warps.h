@@ -89,7 +89,9 @@ template <typename T> T argument(uint64_t value)
     else return static_cast<T>(value);
 }
 
-// Run every warp of the grid. Return 1 if one of them trapped.
+extern "C" int backwards = 0;
+
+// Run every warp of the grid, the last rows first if backwards. Return 1 if one of them trapped.
 template <typename... A, size_t... I>
 int run(
     void (*kernel)(A...), unsigned across, unsigned down, unsigned threads, const uint64_t* values,
@@ -99,7 +101,7 @@ int run(
     warp.body = [=] { kernel(argument<A>(values[I])...); };
     blockDim = {threads, 1, 1};
     for (unsigned y = 0; y < down; ++y) for (unsigned x = 0; x < across; ++x) {
-        blockIdx = {x, y, 0};
+        blockIdx = {x, backwards ? down - 1 - y : y, 0};
         for (unsigned first = 0; first < threads; first += Warp::lanes) run_warp(first);
     }
     return trapped;
