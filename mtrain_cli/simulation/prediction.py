@@ -55,6 +55,7 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
+from mtrain_cli.training import host_time
 from mtrain_cli.training.flops import causal_pairs
 
 
@@ -83,6 +84,7 @@ CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
     **{f"expert_cost.{name.lower()}": getattr(expert_cost, name) for name in _EXPERTS},
+    **{f"host_time.{name.lower()}": getattr(host_time, name) for name in host_time.CONSTANTS},
     "non_attention.measured": _factor(
         _MEASURED[LOW], _MEASURED[HIGH], "other times vary between GPUs of one model and under load"
     ),

@@ -304,6 +304,12 @@ class PredictedScenario:
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "
                 "workers depends on them; to use the pairs of a profile, set index"
             )
+        if self.step.for_host:
+            shown.append(
+                f"the GPUs wait {self.step.for_host / 1e6:.2g} s of a step for the host, which "
+                "launches kernels more slowly than they run; longer sequences, a larger "
+                "train.micro_batch and fewer GPUs use them better"
+            )
         if plan.dims.tp > 1 or plan.dims.pp > 1:
             shown.append("tensor and pipeline parallelism: no measurement on GPUs was compared")
         if plan.search is not None and plan.search.chosen is not None:
