@@ -306,9 +306,8 @@ class PredictedScenario:
             )
         if self.step.for_host:
             shown.append(
-                f"the GPUs wait {self.step.for_host / 1e6:.2g} s of a step for the host, which "
-                "launches kernels more slowly than they run; longer sequences, a larger "
-                "train.micro_batch and fewer GPUs use them better"
+                "the GPUs wait for the host, which launches a step more slowly than they run it; "
+                "longer sequences, a larger train.micro_batch or fewer GPUs use them better"
             )
         if plan.dims.tp > 1 or plan.dims.pp > 1:
             shown.append("tensor and pipeline parallelism: no measurement on GPUs was compared")
