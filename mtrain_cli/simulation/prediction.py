@@ -47,6 +47,7 @@ from mtrain_cli.simulation.calibration import (
 from mtrain_cli.simulation.costs import (
     BOUNDS,
     INDEX_DEVICE,
+    LISTED_BLOCKS,
     Costs,
     LayerPrices,
 )
@@ -105,6 +106,7 @@ CONSTANTS: dict[str, Constant] = {
         )
         for name, note in _INDEX_TIMES.items()
     },
+    "costs.listed_blocks": LISTED_BLOCKS,
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
     "timeline.least_power": _fixed(
         timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
@@ -446,6 +448,8 @@ class _CasePlayer:
         form = SPARSE if problem.sparse else LISTS if lists else DENSE
         peak = cluster.gpu.peak_tflops.value * 1e12
         kernels = kernels_for(cluster.gpu.name, peak, kernel, form, calibration)
+        if isinstance(problem.first_index, BlockBitmap) and kernel == "triton":
+            kernels = kernels.slower(LISTED_BLOCKS.value)
         self.kernels = kernels
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
