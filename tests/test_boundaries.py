@@ -36,6 +36,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_extras/live": "the entry points of pyproject.toml, and http.server",
     "mtrain_extras/start": "the entry points of pyproject.toml",
     "mtrain_extras/trackers": "the entry points of pyproject.toml",
+    "mtrain_extras/methods": "the entry points of pyproject.toml",
     "mtrain_extras/validate": "the entry points of pyproject.toml",
     "mtrain_extras/watch": "the entry points of pyproject.toml",
     "mtrain_extras/places": "the entry points of pyproject.toml",

@@ -82,6 +82,13 @@ IMPORTED = {
         training.dry_run training.flops training.hardware training.out_of_memory training.resolution
         training.run_plan training.trainer
     """,
+    "mtrain_extras/methods": """
+        attention.mask_rule commands.options commands.simulate commands.simulate_output
+        commands.simulate_request config.documents config.exchanges config.parallel_checks
+        config.schema config.sizes config.validate console parallel.layout reporting.table
+        reporting.terminal simulation.scenario training.memory training.run_plan
+        training.state_memory
+    """,
     "mtrain_extras/validate": """
         commands.completion commands.options commands.simulate commands.simulate_actions
         commands.simulate_request config config.cluster config.documents config.exchanges

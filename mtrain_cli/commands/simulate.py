@@ -174,7 +174,7 @@ def run(
         actions.predict_steps(job)
 
 
-def _single(typed: SimulateOptions, **more: bool) -> Job:
+def single(typed: SimulateOptions, **more: bool) -> Job:
     """Return the job of a command that takes no sweep."""
     job = parse_job(typed, **more)
     job.require_gpus()
@@ -198,32 +198,7 @@ def recommend(typed: SimulateOptions) -> None:
       [cyan]mtrain simulate recommend model=qwen3b seq=1m[/cyan]
           Recommend a configuration, with reasons
     """
-    job = _single(typed, every_exchange=True)
+    job = single(typed, every_exchange=True)
     from mtrain_cli.commands.simulate_actions import recommend as search
 
     search(job)
-
-
-_OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow")
-_OF_STEPS = ("layout", "exchange", "expert_loads", "out", "files")
-
-
-@app.command()
-@with_options(SimulateOptions, *_OF_PAIRS, *_OF_STEPS)
-def methods(typed: SimulateOptions) -> None:
-    """Compare methods of parallelism: memory, traffic, idle time and limits, each used alone.
-
-    DP, ZeRO-1 to ZeRO-3, TP, TP with SP, PP, Ulysses, ring and zigzag ring each get the largest
-    degree that the model and the GPUs allow.
-
-    [bold]Examples[/bold]
-
-      [cyan]mtrain simulate methods model=qwen7b seq=32k cluster=h100_4x8 nodes=1[/cyan]
-          Compare on the eight GPUs of a node
-    """
-    job = _single(typed)
-    if unused := next((name for name in _OF_PAIRS if getattr(job.request, name)), None):
-        raise ConfigError(f"{unused}: has no effect on the methods; leave it out")
-    from mtrain_cli.commands.simulate_actions import show_methods
-
-    show_methods(job)

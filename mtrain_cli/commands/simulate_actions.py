@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from mtrain_cli.reporting.table import Table
 from mtrain_cli.reporting.terminal import print_table
 from mtrain_cli.simulation.calibration import Calibration, describe_source, load_user_calibration
 from mtrain_cli.simulation.expert_cost import dealt_over
-from mtrain_cli.simulation.methods import compare, sequences_of
 from mtrain_cli.simulation.prediction import CONSTANTS, AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import label
 from mtrain_cli.simulation.recommend import recommend as search
@@ -42,7 +40,6 @@ from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
     evaluate,
-    plan_on,
     predict_attention_alone,
     predict_training,
 )
@@ -226,26 +223,6 @@ def recommend(job: Job) -> None:
     _deliver(job, folder if ranked else None, content, predictions, show)
     if not ranked:
         raise typer.Exit(1)
-
-
-def show_methods(job: Job) -> None:
-    """Print what each method of parallelism costs a worker, as a table or as JSON."""
-    config, workers = job.request.compose(), job.workers
-    plan = partial(plan_on, job.cluster, workers=workers)
-    methods = compare(config, workers, min(job.cluster.gpus_per_node, workers), plan)
-    if job.typed.as_json:
-        about = {
-            "kind": "methods",
-            "cluster": job.cluster.name,
-            "workers": workers,
-            "model": config.model.name,
-            "seq": config.seq,
-            "global_batch": sequences_of(config, workers),
-            "methods": [dataclasses.asdict(method) for method in methods],
-        }
-        typer.echo(json_text(about, indent=1))
-        return
-    output.print_methods(Console(highlight=False, soft_wrap=True), job, config, methods)
 
 
 def _write_files(folder: Path, content: dict[str, Any], rows: Sequence[np.ndarray]) -> None:

@@ -6,14 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from mtrain_cli.commands.simulate_request import DENSE, Job
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, Column, Table, fixed, number
-from mtrain_cli.reporting.terminal import print_table, say
-from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
+from mtrain_cli.reporting.terminal import say
 from mtrain_cli.simulation.predicted_step import part_name
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction
 from mtrain_cli.simulation.recommend import (
@@ -33,15 +30,6 @@ LEGEND = (
     "brackets. late: waits for slower workers. exposed: communication without overlap, by link. "
     "group_cast: only keys that some query of a worker sees under the mask travel to it."
 )
-_METHODS_LEGEND = (
-    "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
-    "same time. activations: the most that layers keep for backward. received: weights, gradients, "
-    "keys, values and hidden states, per step. idle: share of the time in which a stage idles. "
-    "imbalance: attention work of the worker with the most, over the mean. Workers that a method "
-    "leaves over share the sequences of a step (data). *: a formula, as mtrain lacks this method."
-)
-# Sizes of a method, by their rank among the columns that a narrow terminal drops.
-_SIZES = {"weights": 0, "gradients": 4, "optimizer": 5, "activations": 0, "received": 0}
 _BOTH = ("forward", "backward")
 _DEGREES = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 _LABEL = len("note   ")  # width of the label that begins each line
@@ -204,33 +192,6 @@ def _figures(outcome: PredictedScenario) -> str:
         f"({number(step.seconds.low)} - {number(step.seconds.high)}), "
         f"{step.tokens_per_second_per_gpu.value:,.0f} tokens/s/GPU, {step.gib:.1f} GiB"
     )
-
-
-def print_methods(
-    console: Console, job: Job, config: Config, methods: Sequence[MethodCost | ImpossibleMethod]
-) -> None:
-    """Print a table of what methods of parallelism cost, and why others are impossible."""
-    heading = (
-        f"{job.cluster.name}, {job.workers} workers, {config.model.name}, "
-        f"seq {format_size(config.seq)}, {sequences_of(config, job.workers)} sequences per step, "
-        f"train.activation_checkpoint={config.train.activation_checkpoint}: each method alone"
-    )
-    two_digits = "{:,.2f}".format
-    columns = (
-        Column("method", lambda cost: cost.name + "*" * cost.formula, words=True),
-        Column("workers", lambda cost: cost.workers, words=True),
-        *(
-            Column(name, lambda cost, name=name: getattr(cost, name) / GIB, two_digits, drop=rank)
-            for name, rank in _SIZES.items()
-        ),
-        Column("idle", lambda cost: f"{cost.idle:.0%}" if cost.idle else "", drop=3),
-        Column("imbalance", lambda cost: cost.imbalance, fixed(2), drop=1),
-        Column("degree is limited by", lambda cost: cost.limit, drop=2),
-    )
-    costs = [method for method in methods if isinstance(method, MethodCost)]
-    print_table(console, Table(heading, columns, costs, _METHODS_LEGEND))
-    impossible = [method for method in methods if isinstance(method, ImpossibleMethod)]
-    print_lines(console, (f"not    {method.name}: {method.why}" for method in impossible))
 
 
 def print_assumed(console: Console, job: Job, pairs: str, kernels: Iterable[str | None]) -> None:

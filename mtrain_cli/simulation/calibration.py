@@ -314,6 +314,16 @@ class KernelCurves:
         curve = self.whole[direction]
         return replace(curve, fixed_ms=curve.fixed_ms / 2, fixed_bounds=(0.0, curve.fixed_ms))
 
+    def slower(self, factor: float) -> KernelCurves:
+        """Return the curves of a kernel whose calls with slashes take this factor longer."""
+
+        def times(curve: Curve) -> Curve:
+            return replace(curve, ms_per_tflop=factor * curve.ms_per_tflop)
+
+        whole = {direction: times(curve) for direction, curve in self.whole.items()}
+        alone = {form: times(curve) for form, curve in self.alone.items()}
+        return replace(self, whole=whole, alone=alone)
+
 
 def kernels_for(
     gpu: str,

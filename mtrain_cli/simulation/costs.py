@@ -43,11 +43,19 @@ LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6
 # INDEX_PER_TOKEN_US * (tokens of a GPU), and at least INDEX_TOGETHER_US on several GPUs. Two H200s
 # took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each (profiles/notes.md).
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
-# `block_topk` scores every query with every key. With 128K tokens, an H200 took 140 ms for 16 heads
-# of 128 dimensions. With learned scores, it took 8.1 and 126 ms for 2 KV heads, at 128K and 512K,
-# and one update of the maps 3.5 ms for 16 query heads at 128K.
+# `block_topk` scores every query with every key. With 128K tokens, an H200 took 139 ms for 16 heads
+# of 128 dimensions. With learned scores, it took 7.7 and 122 ms for 2 KV heads, at 128K and 512K,
+# and one update of the maps 2.9 and 9.1 ms for 16 query heads (docs/sparse-attention.md).
 INDEX_PER_SCORE_US, SCORE_DIMS, SCORE_TFLOPS = 5.1e-7, 64, 989.0
-UPDATE_SCORES = 3_300  # scores as long as an update, for each query head and key
+LEARNED_SCORE = 0.82  # share of the time of a score that a learned one takes
+UPDATE_SCORES = 2_700  # scores as long as an update, for each query head and key
+# Attention of the same table: 130 and 2,089 ms for lists of blocks, which the kernel's curve of
+# slashes and columns gives 106 and 1,691 ms. Diagonals of 64 took 102 and 1,696.
+LISTED_BLOCKS = Constant(
+    1.23, "measured",
+    "time of lists of blocks of 64 in the kernel triton, over that of slashes; not varied",
+    1.23, 1.23,
+)  # fmt: skip
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 # Bytes that `attention.sdpa` moves per key, number of a head and call in backward: the call writes

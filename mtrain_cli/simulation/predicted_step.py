@@ -26,12 +26,14 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.program import Message, MessageCost, PassTime, Post, weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
+    by_hand,
     causal_pairs,
     copied_elements,
     flops_per_token,
     layer_kinds,
     recomputed_pair_share,
 )
+from mtrain_cli.training.host_time import host_ms
 from mtrain_cli.training.pipeline_plan import ModelPart, PipelinePlan, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
@@ -91,6 +93,7 @@ class PredictedStep:
     hidden_states: bytes that one worker receives from its tensor group.
     pipeline: the schedule with the times of its passes in microseconds.
     passes: microseconds of each pass of a stage and of the loss, as in `StageTime`.
+    for_host: microseconds for which the GPU waits because its host launches more slowly.
     """
 
     seconds: BoundedTime
@@ -109,7 +112,8 @@ class PredictedStep:
         part: ModelPart,
     ) -> None:
         self.cluster, self.plan, self.attention = cluster, plan, attention
-        self.costs, self.slowest, self.layers = costs, slowest, part.number_of_layers
+        self.costs, self.slowest, self.part = costs, slowest, part
+        self.layers = part.number_of_layers
         self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
         self.non_attention = non_attention = NonAttentionCost.of(plan, part, loads)
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
@@ -138,6 +142,7 @@ class PredictedStep:
         if self.messages is not None:
             self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
+        self._wait_for_host()
 
     @property
     def parts(self) -> dict[str, float]:
@@ -198,6 +203,17 @@ class PredictedStep:
         ):
             self.passes[name] += us
         self._activations(forward / layers, backward / layers)
+
+    def _wait_for_host(self) -> None:
+        """Extend a step that the host takes longer to launch, and its passes in proportion."""
+        config, work = self.plan.config, self.non_attention
+        of_layers = config, self.part.every_layer, self.plan.micro_batches
+        tiled = by_hand(config, work.rows < work.tokens)
+        busy = 1e3 * host_ms(*of_layers, tiled=tiled, of=self.costs.burden)
+        self.for_host = max(0.0, busy - self.total)
+        longer = 1 + self.for_host / sum(self.passes.values())
+        self.passes = {name: longer * us for name, us in self.passes.items()}
+        self.us["host"] += self.for_host
 
     def _activations(self, forward: float, backward: float) -> None:
         """Add waits for offloaded activations. forward, backward: us of a layer's computation."""

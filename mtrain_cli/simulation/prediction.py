@@ -47,6 +47,7 @@ from mtrain_cli.simulation.calibration import (
 from mtrain_cli.simulation.costs import (
     BOUNDS,
     INDEX_DEVICE,
+    LISTED_BLOCKS,
     Costs,
     LayerPrices,
 )
@@ -55,6 +56,7 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
+from mtrain_cli.training import host_time
 from mtrain_cli.training.flops import causal_pairs
 
 
@@ -83,6 +85,7 @@ CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
     **{f"expert_cost.{name.lower()}": getattr(expert_cost, name) for name in _EXPERTS},
+    **{f"host_time.{name.lower()}": getattr(host_time, name) for name in host_time.CONSTANTS},
     "non_attention.measured": _factor(
         _MEASURED[LOW], _MEASURED[HIGH], "other times vary between GPUs of one model and under load"
     ),
@@ -103,6 +106,7 @@ CONSTANTS: dict[str, Constant] = {
         )
         for name, note in _INDEX_TIMES.items()
     },
+    "costs.listed_blocks": LISTED_BLOCKS,
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
     "timeline.least_power": _fixed(
         timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
@@ -444,6 +448,8 @@ class _CasePlayer:
         form = SPARSE if problem.sparse else LISTS if lists else DENSE
         peak = cluster.gpu.peak_tflops.value * 1e12
         kernels = kernels_for(cluster.gpu.name, peak, kernel, form, calibration)
+        if isinstance(problem.first_index, BlockBitmap) and kernel == "triton":
+            kernels = kernels.slower(LISTED_BLOCKS.value)
         self.kernels = kernels
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)

@@ -23,7 +23,7 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.costs import SCORE_DIMS, UPDATE_SCORES
+from mtrain_cli.simulation.costs import LEARNED_SCORE, SCORE_DIMS, UPDATE_SCORES
 from mtrain_cli.simulation.expert_cost import ExpertLoads, cluster_of_groups, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -225,7 +225,8 @@ def scores_of(config: Config) -> float:
     tokens, pairs = config.seq, causal_pairs(config.seq)
     scores = float(model.num_heads * pairs) * max(1.0, model.head_dim / SCORE_DIMS)
     if settings.score == "learned":
-        scores = float(model.num_kv_heads * pairs) * max(1.0, settings.rank / SCORE_DIMS)
+        each = LEARNED_SCORE * max(1.0, settings.rank / SCORE_DIMS)
+        scores = float(model.num_kv_heads * pairs) * each
         scores += UPDATE_SCORES * model.num_heads * tokens
     return config.train.micro_batch * scores
 
@@ -303,6 +304,16 @@ class PredictedScenario:
             shown.append(
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "
                 "workers depends on them; to use the pairs of a profile, set index"
+            )
+        if self.step.for_host:
+            shown.append(
+                "the GPUs wait for the host, which launches a step more slowly than they run it; "
+                "longer sequences, a larger train.micro_batch or fewer GPUs use them better"
+            )
+        if isinstance(config.sparsity, BlockTopkSettings) and config.sparsity.score == "learned":
+            shown.append(
+                "block_topk updates its maps once for each micro-batch: steps take longer than "
+                "this in the first 112 micro-batches, in which it updates them 8 times"
             )
         if plan.dims.tp > 1 or plan.dims.pp > 1:
             shown.append("tensor and pipeline parallelism: no measurement on GPUs was compared")

@@ -114,7 +114,9 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
 
 def test_a_slow_rank_may_be_in_any_group():
     """A slow rank costs the same in any group, and the slowest of several groups counts."""
-    words = (DENSE, "train.global_batch=2 topology.context_parallel=4", STRIPED)
+    # With so many tokens, no step is bound by the host.
+    dense = DENSE.replace("seq=32k", "seq=512k")
+    words = (dense, "train.global_batch=2 topology.context_parallel=4", STRIPED)
     for more in ((), ("--attention-only",)):
 
         def result(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
@@ -388,25 +390,3 @@ def test_rows_of_experts_are_shown_exposed_and_hidden():
     assert f"experts dealt over 4 workers: {rows['size'] / 2**30:.2f} GiB" in shown
     share = rows["exposed"] / entry["step"]["seconds"]["value"]
     assert f"waiting for rows of experts {share:.1%}" in shown
-
-
-METHODS = "methods model=qwen7b seq=32k --cluster h100_4x8 --workers 8"
-
-
-def test_the_table_of_methods_marks_formulas():
-    result = simulate(METHODS)
-    assert result.exit_code == 0, result.output
-    rows = [line.split()[0] for line in result.output.splitlines() if " data x " in line]
-    assert [row for row in rows if row.endswith("*")] == ["DP*", "TP*"]
-    assert {"ZeRO-1", "ZeRO-3", "PP", "Ulysses", "ring", "zigzag"} <= set(rows)
-    assert "*: a formula, as mtrain lacks this method" in " ".join(result.output.split())
-
-
-def test_json_of_methods_has_bytes():
-    result = simulate(METHODS, "--json")
-    document = json.loads(result.output)
-    assert (document["kind"], document["workers"], document["seq"]) == ("methods", 8, 32768)
-    rows = {row["name"]: row for row in document["methods"]}
-    assert rows["DP"]["formula"]
-    assert not rows["ZeRO-3"]["formula"]
-    assert rows["ZeRO-3"]["optimizer"] * 7 < rows["DP"]["optimizer"]

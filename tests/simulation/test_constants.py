@@ -8,6 +8,7 @@ from mtrain_cli.config.cluster import SOURCES, Constant
 from mtrain_cli.simulation import calibration, costs, expert_cost, non_attention_cost, timeline
 from mtrain_cli.simulation.costs import LAUNCHES
 from mtrain_cli.simulation.prediction import CONSTANTS
+from mtrain_cli.training import host_time
 
 
 def test_every_constant_has_a_source_a_note_and_a_range_around_its_value():
@@ -29,6 +30,7 @@ def test_a_constant_shows_the_number_that_the_module_of_its_name_uses(name):
         "calibration": calibration,
         "costs": costs,
         "expert_cost": expert_cost,
+        "host_time": host_time,
         "non_attention": non_attention_cost,
         "timeline": timeline,
     }

@@ -8,14 +8,19 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import yaml
+from slow_cases import mostly_slow
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, Link, load_cluster, shipped
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, Curve, KernelCurves
 from mtrain_cli.simulation.costs import Costs, LayerPrices
+from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.what_if import ReplaySetup
 from mtrain_cli.simulation.work_counts import StepWork
 from mtrain_extras.bench.link_fit import (
     GATHER,
@@ -266,6 +271,35 @@ def test_the_scores_of_block_lists_take_their_time_on_each_worker():
     on_a100 = replace(alone, cluster=load_cluster("a100_4x8"))
     slower = replace(on_a100, scores=scores).index_us() - on_a100.index_us()
     assert slower == pytest.approx(140_000 * 989 / 312, rel=0.01)
+
+
+# Tokens and workers; milliseconds of attention on all workers, and of the index with one update on
+# one worker (docs/sparse-attention.md, 16 heads and 2 KV heads of 128).
+BLOCK_LISTS = [
+    ("block_topk", "128k", 1, 130, 7.7 + 2.9),
+    ("block_topk", "512k", 2, 2089, 122 + 9.1),
+    ("fixed", "128k", 1, 102, 0),
+    ("fixed", "512k", 2, 1696, 0),
+]
+
+
+@mostly_slow("pattern, seq, workers, attention, index", BLOCK_LISTS, keep=(0, 2, 3))
+def test_attention_and_index_of_block_lists_take_what_was_measured(
+    pattern, seq, workers, attention, index
+):
+    words = ["model=qwen3b", f"seq={seq}", f"sparsity={pattern}", "sparsity.density=0.15"]
+    words += ["sparsity.columns=0"] if pattern == "fixed" else []
+    config = compose([*words, "sparsity.block=64"])
+    found = predict(
+        load_cluster("h200_1x8"),
+        PairSource.of(config).problem(config),
+        ReplaySetup("striped", "all_gather", workers, workers),
+        kernel="triton",
+        bounds=False,
+    )
+    spent = [one.spent for one in found.passes.values()]
+    assert workers * sum(ms["attention"] for ms in spent) == pytest.approx(attention, rel=0.05)
+    assert workers * sum(ms["index"] for ms in spent) == pytest.approx(index, rel=0.1)
 
 
 def test_kernels_compute_the_pairs_that_gates_hide():

@@ -60,7 +60,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What a method costs one worker, in bytes (`simulate_output._METHODS_LEGEND`).
+    """What a method costs one worker, in bytes (`table.LEGEND`).
 
     workers: the degrees of all dimensions, such as ``2 data x 4 context``.
     limit: what limits the degree.

@@ -12,7 +12,10 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel import collectives, transport
-from mtrain_cli.simulation.methods import (
+from mtrain_cli.simulation.scenario import plan_on
+from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.trainer import Trainer
+from mtrain_extras.methods.methods import (
     METHODS,
     ImpossibleMethod,
     MethodCost,
@@ -20,9 +23,6 @@ from mtrain_cli.simulation.methods import (
     configured,
     cost_of,
 )
-from mtrain_cli.simulation.scenario import plan_on
-from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.trainer import Trainer
 
 RUN = [
     "seq=256", "topology.device=cpu", "topology.block_size=16", "model.hidden_size=32",

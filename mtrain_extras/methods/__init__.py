@@ -1,0 +1,1 @@
+"""`mtrain simulate methods`, by an entry point: methods of parallelism, each used alone."""
