@@ -26,7 +26,6 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.program import Message, MessageCost, PassTime, Post, weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
-    by_hand,
     causal_pairs,
     copied_elements,
     flops_per_token,
@@ -206,11 +205,8 @@ class PredictedStep:
 
     def _wait_for_host(self) -> None:
         """Extend a step that the host takes longer to launch, and its passes in proportion."""
-        config, work = self.plan.config, self.non_attention
-        of_layers = config, self.part.every_layer, self.plan.micro_batches
-        tiled = by_hand(config, work.rows < work.tokens)
-        busy = 1e3 * host_ms(*of_layers, tiled=tiled, of=self.costs.burden)
-        self.for_host = max(0.0, busy - self.total)
+        own = self.plan.config, self.part.every_layer, self.plan.micro_batches
+        self.for_host = max(0.0, 1e3 * host_ms(*own, self.costs.burden) - self.total)
         longer = 1 + self.for_host / sum(self.passes.values())
         self.passes = {name: longer * us for name, us in self.passes.items()}
         self.us["host"] += self.for_host

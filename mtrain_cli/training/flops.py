@@ -264,16 +264,13 @@ class FlopsPerToken:
     spared: float = 0.0
 
 
-def in_fp8(program: Program, parts: Mapping[str, Any], fp8: str) -> dict[str, Any]:
-    """Return how much of the `work` of a program is in fp8."""
-    products = work(program, {part: parts[part] for part in _FP8_PARTS[fp8] if part in parts})
-    return {direction: _IN_FP8[direction] * amount for direction, amount in products.items()}
-
-
 def spared_by_fp8(program: Program, parts: Mapping[str, Any], fp8: str) -> dict[str, Any]:
     """Return how much of the `work` of a program takes no time because fp8 is faster."""
-    products = in_fp8(program, parts, fp8).items()
-    return {direction: (1 - 1 / _FASTER[direction]) * amount for direction, amount in products}
+    products = work(program, {part: parts[part] for part in _FP8_PARTS[fp8] if part in parts})
+    return {
+        direction: _IN_FP8[direction] * (1 - 1 / _FASTER[direction]) * amount
+        for direction, amount in products.items()
+    }
 
 
 def flops_per_token(

@@ -1,8 +1,7 @@
 """Make the plan of a run, with the memory settings that `train.memory=auto` chooses.
 
-Settings are compared by an estimated step time, the longer of the GPU's (`gpu_seconds`) and the
-host's (`host_time`). Both use counts and constants but no measurement, so that all ranks choose the
-same setting.
+Settings are compared by an estimated step time (`step_seconds`), which uses counts and constants
+but no measurement, so that all ranks choose the same setting.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.expert_traffic import ExpertRun, degrees_in_a_node, require_experts_fit
 from mtrain_cli.training.flops import (
     assumed_density,
-    by_hand,
     causal_pairs,
     own_tiles,
     peak_flops,
     training_flops,
 )
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
-from mtrain_cli.training.host_time import host_ms
 from mtrain_cli.training.memory import MemoryEstimate, size
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.run_plan import RunPlan, message_bytes, tensor_messages
@@ -155,7 +152,6 @@ Variant = tuple[Config, dict[str, Any]]
 class MemorySetting:
     """A configuration with its estimated memory and seconds of an optimizer step.
 
-    seconds, on_gpu: of the step, and of the GPU's part if it did not wait for the host.
     changes: new values by key, for the keys of `CHOICES` that the setting changes, and the degree
         that ``topology.expert_parallel=auto`` takes.
     fits: whether the worker has room for `memory`.
@@ -165,7 +161,6 @@ class MemorySetting:
     changes: dict[str, Any]
     memory: MemoryEstimate
     seconds: float
-    on_gpu: float
     fits: bool
 
     @property
@@ -209,8 +204,8 @@ def search(plan: RunPlan) -> MemorySearch:
         _priced(plan, *_with_most_products(plan, *with_fewest_offloaded(plan, *variant)))
         for variant in variants_of_plan(plan)
     ]
-    # Of equally fast settings, prefer less time of the GPU, fewer changes, the order of CHOICES.
-    settings.sort(key=lambda s: (round(s.seconds, 6), round(s.on_gpu, 6), len(s.changes)))
+    # Of equally fast settings, prefer fewer changes, then the order of CHOICES.
+    settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return MemorySearch(tuple(settings), next((s for s in settings if s.fits), None))
 
 
@@ -310,22 +305,12 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
 
 def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
     memory = plan.estimate(config)
-    on_gpu = seconds = gpu_seconds(plan, config, memory)
-    if plan.environment.device == "cuda":
-        tokens, rows = own_tiles(config, plan.layout, plan.dtype_bytes)
-        numbers, tiled = (
-            range(-(-config.model.num_layers // plan.dims.pp)),
-            by_hand(config, rows < tokens),
-        )
-        seconds = max(on_gpu, 1e-3 * host_ms(config, numbers, plan.micro_batches, tiled=tiled))
-    return MemorySetting(config, changes, memory, seconds, on_gpu, plan.has_room_for(memory))
+    seconds = step_seconds(plan, config, memory)
+    return MemorySetting(config, changes, memory, seconds, plan.has_room_for(memory))
 
 
-def gpu_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
-    """Estimate the seconds of an optimizer step on a GPU that does not wait for its host.
-
-    memory: `plan.estimate(config)`.
-    """
+def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
+    """Estimate the seconds of an optimizer step. memory: `plan.estimate(config)`."""
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     layers, n = config.model.num_layers, plan.micro_batches
     peak = peak_flops(plan.hardware.gpu or ASSUMED_GPU) or 100e12
