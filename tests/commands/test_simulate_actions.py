@@ -373,6 +373,8 @@ def test_output_fits_80_columns(words):
     assert "…" not in result.stdout
     assert any(exchange in table for exchange in ("ring", "all_gather"))
     assert "columns dropped to fit: " in result.stdout or "seq=1k,32k" in words
+    # The table of steps has several rows.
+    assert ("parts  of one row follow; --json has those of all" in lines) == ("seq=64k" in words)
 
 
 def test_rows_of_experts_are_shown_exposed_and_hidden():
