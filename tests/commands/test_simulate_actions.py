@@ -336,6 +336,7 @@ def test_step_parts_and_memory_are_printed():
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words)
+    assert "parts  of one row" not in shown.stdout
     assert (
         f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
