@@ -10,9 +10,11 @@ import gc
 import os
 
 import pandas  # noqa: F401
+import peft  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import mtrain_cli.commands.app
 import mtrain_cli.launch.local

@@ -11,7 +11,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +39,7 @@ from mtrain_cli.config import plugins
 from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import nearest
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import RunError, failure_from, write_record
 from mtrain_cli.launch.job import job_rank, tell_the_others
 from mtrain_cli.printable import one_line, printable
 
@@ -111,6 +111,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
             tell_the_others(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
+        write_record(failure_from(error))
         lines = str(error).splitlines()
         print("\n".join(f"error: {printable(line)}" for line in lines), file=sys.stderr)
         raise typer.Exit(FAILURE) from error
@@ -142,8 +143,9 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         raise typer.Exit(getattr(error, "exit_code", INTERRUPTED)) from None
 
 
-def _print_problems(problems: Iterable[str]) -> None:
+def _print_problems(problems: Sequence[str]) -> None:
     """Print each problem on stderr, by one rank per machine: all ranks of a job find the same."""
+    write_record(failure_from(ConfigError(*problems)))
     rank = job_rank()
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")) != "0":
         return

@@ -190,10 +190,11 @@ def _write(folder: Path, sources: list[ReportSource], html: bool, csv: bool) -> 
     lines = []
     with writing(folder):
         if csv:
-            tables = folder / TABLES
-            tables.mkdir(exist_ok=True)
-            written = [table.write(tables).name for table in files(sources)]
-            lines.append(f"{tables}: {', '.join(written)}")
+            tables, filled = folder / TABLES, files(sources)
+            if filled:
+                tables.mkdir(exist_ok=True)
+                written = [table.write(tables).name for table in filled]
+                lines.append(f"{tables}: {', '.join(written)}")
         if html:
             lines.append(str(write_page(folder / PAGE, sources)))
     return lines

@@ -123,6 +123,8 @@ def predict_steps(job: Job) -> None:
         if not job.axes:
             if len(results) > 1 or not results[0].step.fits:
                 output.print_lines(console, [output.best_line(results)])
+            if len(results) > 1:
+                output.print_lines(console, ["parts  of one row follow; --json has those of all"])
             output.print_lines(console, output.step_lines(output.main_outcome(results)))
         every = (remark for outcome in results for remark in outcome.remarks)
         output.print_notes(console, remarks if job.axes else every)

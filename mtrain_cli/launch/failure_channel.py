@@ -362,11 +362,16 @@ def _records(logs: Path | None, world_size: int, gone: Sequence[int]) -> dict[in
 
 
 def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
-    """Print why the run ended. where: what each worker was doing, one line per worker."""
-    if failure.kind == "config":
-        print_error("\n".join(f"mtrain: {line}" for line in failure.message.splitlines()))
-    else:
-        print_error(failures.format_report(failure, None, where))
+    """Print why the run ended, and give torchrun the first line of it.
+
+    where: what each worker was doing, one line per worker.
+    """
+    report = "\n".join(f"mtrain: {line}" for line in failure.message.splitlines())
+    if failure.kind != "config":
+        report = failures.format_report(failure, None, where)
+    print_error(report)
+    line = report.partition("\n")[0].removeprefix("mtrain: ").removeprefix("error: ")
+    failures.write_record(replace(failure, message=line, trace=""))
 
 
 def exit_now(code: int) -> NoReturn:

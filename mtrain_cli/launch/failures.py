@@ -20,7 +20,7 @@ from typing import Any
 
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.printable import one_line
+from mtrain_cli.printable import one_line, printable
 
 # Error messages of gloo, NCCL and the store when a peer is gone, or when the wait for a peer
 # exceeds topology.timeout_s.
@@ -191,12 +191,19 @@ def is_timeout(error: BaseException) -> bool:
     return _TIMED_OUT.search(str(error)) is not None
 
 
-def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
-    """Write ``failure`` to a file, if given, atomically and so that torchrun can show it."""
-    if not path:
+def write_record(failure: Failure) -> None:
+    """Write ``failure`` to the file that the launcher reads, unless an earlier one is there.
+
+    torchrun ends its report with the call stack, or else with the message, of the first failure.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
         return
-    extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
-    message = {"message": failure.message, "extraInfo": extra}
+    stack = failure.trace.rstrip() if failure.kind == "error" else ""  # a mistake needs none
+    extra = {
+        "py_callstack": printable(stack or failure.message), "timestamp": str(int(failure.time))
+    }  # fmt: skip
+    message = {"message": printable(failure.message), "extraInfo": extra}
     # On a full disk no record is written. The exit code still reports the failure.
     with contextlib.suppress(OSError):
         replace_text(Path(path), json.dumps({"message": message, "mtrain": failure.record}))

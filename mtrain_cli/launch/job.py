@@ -122,7 +122,7 @@ def _checked(job: Job, check: bool) -> Job:
             f"at least 1, and at most {of_world}",
         ),
         (local_rank, job.local_rank, job.local_rank < job.local_world_size, f"below {of_machine}"),
-        ("MASTER_PORT", job.master_port, job.master_port <= 65535, "a port, at most 65535"),
+        ("MASTER_PORT", job.master_port, 1 <= job.master_port <= 65535, "a port from 1 to 65535"),
     ):  # fmt: skip
         if check and not allowed:
             raise ConfigError(f"{name}={value}: must be {what}")

@@ -397,7 +397,7 @@ class Supervisor:
         return {
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._workers)),
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},  # unused: workers meet in a file
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},  # unused: workers meet in a file
             "TORCHELASTIC_ERROR_FILE": str(self._failure_file(rank)),
         }
 

@@ -231,7 +231,7 @@ def create(config: Config, overrides: Sequence[str]) -> RunDir:
 
     Raises ConfigError if the folder is not empty, is in use, or cannot be written.
     """
-    return _share_run(lambda: _create_here(config, overrides))
+    return _share_run(lambda: create_here(config, overrides))
 
 
 def open(path: str | os.PathLike[str]) -> RunDir:
@@ -297,7 +297,8 @@ def _given_folder(config: Config) -> Path:
     return RUNS if config.run.name == "auto" else RUNS / config.run.name
 
 
-def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
+def create_here(config: Config, overrides: Sequence[str]) -> RunDir:
+    """Create and lock the folder of a new run for this process alone, in a job or not."""
     folder, name = _given_folder(config), config.run.name
     if name == "auto":
         # A model that was loaded from a folder has the folder's name, with any characters.

@@ -95,7 +95,7 @@ def main() -> None:
             mark_stopped(error_file)
     except BaseException as error:
         failure = failures.failure_from(error)
-        failures.write_record(failure, error_file)
+        failures.write_record(failure)
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=log)
         exit_now(2 if failure.kind == "config" else 1)
@@ -191,9 +191,8 @@ def run_in_job(
         channel.wait()
     except BaseException as error:
         failure = failures.failure_from(error)
-        if failure.kind == "error":
-            # torchrun shows this record as the cause, so write none for a consequence.
-            failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        if not failure.is_consequence:  # torchrun may show this record as the cause
+            failures.write_record(failure)
         channel.fail(failure)
     channel.close()
     record.unlink(missing_ok=True)

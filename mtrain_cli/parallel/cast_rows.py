@@ -212,12 +212,7 @@ def largest_shares(
 
     If counting would take too much memory, return `whole_shares`.
     """
-    if not schedule.traits.by_mask or too_many_to_count(layout):
-        return whole_shares(schedule)
-    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    return shares_of(
-        schedule, wanted_rows(schedule, inside, masks, block), inside.tokens_per_worker
-    )
+    return cast_shares(schedule, layout, masks, layout.workers, block)[0]
 
 
 def wanted_rows(
@@ -239,24 +234,26 @@ def shares_of(
     )
 
 
-def crossing_shares(
+def cast_shares(
     schedule: Schedule,
     layout: Layout,
     masks: Sequence[SequenceMask],
     per_node: int,
     block: int | None = None,
-) -> tuple[tuple[Fraction, ...], ...]:
-    """Return the rows of each cast that cross nodes over the busiest card / rows of a shard.
+) -> tuple[tuple[tuple[Fraction, Fraction], ...], tuple[tuple[Fraction, ...], ...]]:
+    """Return `largest_shares`, and the rows of each cast that cross nodes / rows of a shard.
 
-    They depend on how many neighbors share a network card: 1 to ``per_node``, in turn. A row counts
-    for each of them that moves a part of its heads. Empty if no rows cross, or `largest_shares`
-    does not count.
+    The latter are those of the busiest network card. They depend on how many neighbors share one: 1
+    to ``per_node``, in turn. A row counts for each of them that moves a part of its heads. Empty if
+    no rows cross, or `largest_shares` does not count.
     """
-    one_node = per_node >= layout.workers
-    if one_node or not schedule.traits.by_mask or too_many_to_count(layout):
-        return ()
+    if not schedule.traits.by_mask or too_many_to_count(layout):
+        return whole_shares(schedule), ()
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
     wanted, heads = wanted_rows(schedule, inside, masks, block), schedule.heads
+    largest = shares_of(schedule, wanted, inside.tokens_per_worker)
+    if per_node >= layout.workers:
+        return largest, ()
     place = np.arange(inside.workers) % (groups := max(1, per_node // heads))
 
     def busiest(moved: MovedRows, sharing: int) -> Fraction:
@@ -265,7 +262,7 @@ def crossing_shares(
         return Fraction(min(heads, sharing) * int(most), inside.tokens_per_worker)
 
     crossing = [wanted.crossing(route, groups) for route, _ in _routes_of_passes(schedule)]
-    return tuple(tuple(busiest(of, n + 1) for n in range(per_node)) for of in crossing)
+    return largest, tuple(tuple(busiest(of, n + 1) for n in range(per_node)) for of in crossing)
 
 
 def row_block(layout: Layout, block: int | None = None) -> int:

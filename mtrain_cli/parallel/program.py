@@ -82,7 +82,7 @@ class ShardSizes:
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
         shard. Those of backward follow those of forward if both passes have different stages.
-    crossing: for each, `cast_rows.crossing_shares`; empty if not counted.
+    crossing: for each, `cast_rows.cast_shares`; empty if not counted.
     """
 
     tokens: int

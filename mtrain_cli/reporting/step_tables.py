@@ -96,7 +96,8 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
         Column("share", lambda row: statistics.fmean(row[1]) / whole, percent),
         *(of_ranks if several else ()),
     ]
-    note = f"ms per step, mean of {len(ranks)} ranks" if several else "ms per step"
+    every = f", mean of {len(ranks)} ranks; rank: the one of max"
+    note = "ms per step" + every * several
     title = "Breakdown of one training step"
     return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] == _STEP))
 

@@ -24,7 +24,7 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import divisors
-from mtrain_cli.parallel.cast_rows import crossing_shares, largest_shares
+from mtrain_cli.parallel.cast_rows import cast_shares
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
@@ -271,9 +271,8 @@ def make_case(
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    casts = largest_shares(schedule, layout, masks, block)
+    casts, crossing = cast_shares(schedule, layout, masks, per_node, block)
     sizes = needs.sizes(layout.tokens_per_worker * len(masks))
-    crossing = crossing_shares(schedule, layout, masks, per_node, block)
     sizes = replace(sizes, sequences=len(masks), casts=casts, crossing=crossing)
     return ReplayCase(setup, layout, choice, schedule, counter, sizes)
 

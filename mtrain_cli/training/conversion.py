@@ -63,7 +63,7 @@ def import_folder(source: Path, run: Path) -> Config:
     config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
     if (mask := read_mask(source)) is not None:
         config = dataclasses.replace(config, mask=mask)
-    created = run_dir.create(config, [])
+    created = run_dir.create_here(config, [])
     try:
         parameters = huggingface.parameter_shapes(folder.model)
         weights = {

@@ -188,9 +188,10 @@ class LearningRateSchedule:
         if not self.decay:
             return f"{text}, then constant"
         low = self.begin + self._falls_from + 1
-        text += f", decay to {self.end:.2e} from step {low} to step {low + self.decay}"
+        if steps > low:
+            text += f", decay to {self.end:.2e} from step {low} to step {low + self.decay}"
         if low + self.decay > steps:
-            text += f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}"
+            text += f"; train.steps={steps} ends the run at {self.rate(steps - 1):.2e}"
         return text
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 import typer
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from mtrain_cli import __version__
@@ -265,12 +266,18 @@ def test_in_a_job_one_process_per_machine_prints_the_error():
         (FileNotFoundError(errno.ENOENT, "No file", "a\nb"), 2, "mtrain: a\\nb: No file\n"),
     ],
 )
-def test_exceptions_become_exit_codes(monkeypatch, raised, code, said):
+def test_exceptions_become_exit_codes_and_torchrun_shows_them(
+    monkeypatch, tmp_path, raised, code, said
+):
     from mtrain_cli.composition import compose
 
     def fail(*_: object, **__: object) -> None:
         raise raised
 
     monkeypatch.setattr(compose, "compose", fail)
-    result = run("train", "--cfg")
+    record = tmp_path / "error.json"
+    result = run("train", "--cfg", TORCHELASTIC_ERROR_FILE=str(record))
     assert (result.exit_code, result.stderr) == (code, said)
+    report = str(ChildFailedError("mtrain", {0: ProcessFailure(0, 1, code, str(record))}))
+    shown = report.rpartition("traceback : ")[2].rstrip("=\n").split("\n  ")
+    assert not said or shown == [line.partition(": ")[2] for line in said.splitlines()]

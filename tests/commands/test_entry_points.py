@@ -33,9 +33,11 @@ def mtrain_with(folder: Path, *words: str, first: str = "") -> subprocess.Comple
     """Run mtrain in a new interpreter that finds the packages of a folder, after a line of code."""
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     code = f"{first}\nfrom mtrain_cli.__main__ import main; main()"
+    environment = {**os.environ}
+    environment.pop("TRITON_INTERPRET", None)  # `auto` would pick Triton's slow interpreter
     return subprocess.run(
         [sys.executable, "-c", code, *words],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+        env={**environment, "PYTHONPATH": path, "COLUMNS": "100"},
         capture_output=True,
         text=True,
         timeout=240,

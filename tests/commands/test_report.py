@@ -156,6 +156,14 @@ def test_json_of_losses_that_diverged_is_strict():
     assert (shown["loss"], shown["buckets"][0]["loss"]) == (None, None)
 
 
+def test_a_step_has_no_tables_to_write_and_a_legend_of_its_ranks():
+    shown = report("step-128k-4xh200", "--out", "page")
+    assert "ms per step, mean of 4 ranks; rank: the one of max" in shown
+    assert "page/report.html" in shown
+    assert "tables" not in shown
+    assert [file.name for file in Path("page").iterdir()] == ["report.html"]
+
+
 def test_json_prints_nothing_else_and_writes_no_files():
     path = measured("one")
     (found,) = json.loads(report("one", "--json"))

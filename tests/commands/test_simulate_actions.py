@@ -338,6 +338,7 @@ def test_step_parts_and_memory_are_printed():
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words)
+    assert "parts  of one row" not in shown.stdout
     assert (
         f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
@@ -375,6 +376,8 @@ def test_output_fits_80_columns(words):
     assert "…" not in result.stdout
     assert any(exchange in table for exchange in ("ring", "all_gather"))
     assert "columns dropped to fit: " in result.stdout or "seq=1k,32k" in words
+    # The table of steps has several rows.
+    assert ("parts  of one row follow; --json has those of all" in lines) == ("seq=64k" in words)
 
 
 def test_rows_of_experts_are_shown_exposed_and_hidden():

@@ -66,10 +66,11 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "error"),
     ],
 )
-def test_a_record_is_read_back_unchanged(tmp_path, error, kind):
+def test_a_record_is_read_back_unchanged(tmp_path, monkeypatch, error, kind):
     left = failures.failure_from(error)
     assert left.kind == kind
-    failures.write_record(left, tmp_path / "record")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "record"))
+    failures.write_record(left)
     back = failures.read_record(3, 1, tmp_path / "record")
     assert back == replace(left, rank=3)
     assert [path.name for path in tmp_path.iterdir()] == ["record"]

@@ -20,6 +20,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 import warm
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import mtrain_cli
 from mtrain_cli.config import resolved_file
@@ -65,6 +66,7 @@ class SimulatedJob:
                 "TORCH_VERSION": (torch_of or {}).get(rank, ""),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
+                "TORCHELASTIC_ERROR_FILE": str(Path(f"failure-{rank}").absolute()),
                 "PYTHONPATH": os.pathsep.join(
                     [str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]
                 ),
@@ -87,6 +89,15 @@ class SimulatedJob:
         finally:
             for rank in self.ranks:
                 rank.kill()
+
+
+def torchrun_shows(ends: list[tuple[int, str]]) -> str:
+    """Return the cause at the end of torchrun's report on ranks that ended so."""
+    failed = {
+        rank: ProcessFailure(rank, 1, code, f"failure-{rank}")
+        for rank, (code, _) in enumerate(ends)
+    }
+    return str(ChildFailedError("job", failed)).rpartition("traceback : ")[2].rstrip("=\n")
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
@@ -130,6 +141,7 @@ def test_a_killed_rank_ends_ranks_that_wait_for_nothing(killed, teller):
         "its machine or link failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
     )
+    assert torchrun_shows(ends) == expected.partition("\n")[0].removeprefix("error: ")
     ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
     assert [stderr for _, stderr in ends] == [
         expected if rank == teller else "" for rank in range(3)
@@ -403,6 +415,7 @@ def test_rank_0_that_fails_in_a_decision_shows_its_own_error():
     assert [code for code, _ in ends] == [1, 1, 1]
     assert ends[0][1].startswith("error: rank 0 failed: OSError: [Errno 5] Input/output error\n")
     assert [stderr for _, stderr in ends[1:]] == ["", ""]
+    assert torchrun_shows(ends).endswith("OSError: [Errno 5] Input/output error")
 
 
 def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
@@ -424,6 +437,7 @@ def test_rank_0_prints_the_cause_once_and_all_ranks_fail():
 def test_a_mistake_that_workers_find_is_printed_once():
     ends = SimulatedJob("all_find_a_mistake", 2, "run.dir=run").ends()
     assert ends == [(2, "mtrain: data.path=x: too short\nmtrain: seq=4096: too long\n"), (2, "")]
+    assert torchrun_shows(ends) == "data.path=x: too short\n  seq=4096: too long"
     assert not Path("run").exists()
 
 
@@ -550,7 +564,8 @@ FROM_1 = "must be at least 1, and at most WORLD_SIZE=2"
         ({"LOCAL_WORLD_SIZE": "3"}, f"LOCAL_WORLD_SIZE=3: {FROM_1}"),
         ({"LOCAL_WORLD_SIZE": "0"}, f"LOCAL_WORLD_SIZE=0: {FROM_1}"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2: must be below LOCAL_WORLD_SIZE=2"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be a port, at most 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be a port from 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: must be a port from 1 to 65535"),
     ],
 )  # fmt: skip
 def test_variables_that_contradict_each_other_are_refused_before_anybody_waits(wrong, line):

@@ -14,7 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import cast_rows
 from mtrain_cli.parallel.cast_rows import (
     CastRows,
-    crossing_shares,
+    cast_shares,
     largest_shares,
     row_block,
     whole_shares,
@@ -293,7 +293,8 @@ def test_the_rows_that_cross_are_those_of_the_busiest_network_card(name, stages,
                     if nodes[0] != nodes[1]:
                         crossing[0, rank, number] += sent
                         crossing[1, peer * heads + place, number] += sent
-            found = np.array(crossing_shares(schedule, layout, masks, per_node, 16), np.float64)
+            _, shares = cast_shares(schedule, layout, masks, per_node, 16)
+            found = np.array(shares, np.float64)
             for sharing in (n for n in range(1, per_node + 1) if per_node % n == 0):
                 of_cards = crossing.reshape(2, workers // sharing, sharing, -1).sum(2)
                 expected = of_cards.max((0, 1)) / inside.tokens_per_worker

@@ -17,6 +17,7 @@ from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel import cast_rows
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -233,7 +234,7 @@ def test_each_kind_of_layer_is_replayed_under_its_masks(tmp_path, layout, exchan
 @pytest.mark.parametrize("block", [None, 32])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
 @pytest.mark.parametrize(("exchange", "per_node"), [("group", 4), ("hierarchical_group", 2)])
-def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block):
+def test_the_rows_moved_are_those_of_the_plans(monkeypatch, exchange, per_node, layout, block):
     """An index moves its own blocks, which here are longer than those of dense attention."""
     index = request = None
     if block:
@@ -245,7 +246,11 @@ def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block
         )
     windows = [MaskRule(False, SlidingWindow(n)).undivided(SEQ, PADDED) for n in (40, 100)]
     setup = ReplaySetup(layout, f"{exchange}_cast", 4, per_node)
+    counted: list[object] = []
+    count = cast_rows.wanted_rows
+    monkeypatch.setattr(cast_rows, "wanted_rows", lambda *of: (counted.append(of), count(*of))[1])
     case = make_case(replace(SETUP, block_size=32), windows, setup, index)
+    assert len(counted) == 1, "it takes most of the time of a prediction"
     shares = []
     for rank in range(4):
         group = ContextGroup(rank, tuple(range(4)), per_node=per_node)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer
 from mtrain_cli.inference.model_source import load_decoder, open_source
 from mtrain_cli.model.experts import expert_layers
 from mtrain_cli.model.tokenizer_files import of_bytes
-from mtrain_cli.training import conversion
+from mtrain_cli.training import checkpointer, conversion
 from mtrain_cli.training.checkpointer import load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint, import_folder
 
@@ -61,6 +63,25 @@ def test_a_model_with_experts_survives_export_and_import(tmp_path):
     _, again = load_model_state(tmp_path / "again")
     assert again.keys() == state.keys()
     assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_an_import_inside_a_job_ends_at_a_signal_and_leaves_no_run(tmp_path, monkeypatch):
+    run, _ = run_with_bias(tmp_path / "run", 0.0)
+    export_checkpoint(run, tmp_path / "out", dtype=torch.float32)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    monkeypatch.setattr(
+        checkpointer, "write_model_state", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            import_folder(tmp_path / "out", tmp_path / "again")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "again").exists()
 
 
 def test_routers_with_a_bias_are_loaded_but_not_exported(tmp_path):

@@ -567,6 +567,8 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
         "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
         "decay to 1.00e-04 from step 11 to step 100" in plain
     )
+    short = banner_of("train.steps=5", "optim.lr=1e-3")
+    assert "to a peak of 1.00e-03; train.steps=5 ends the run at 5.00e-04" in short
     assert "compile off (train.compile=auto)" in plain
     assert (
         "compile on (train.compile=true): the first step also compiles, which can take minutes"
