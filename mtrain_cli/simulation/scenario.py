@@ -128,7 +128,11 @@ class PairSource:
             return f"{100 * self.density:.3g}% of the pairs in blocks of {block} tokens, {hot}"
         covered = self.most_covered(config)
         share = f"{'at most ' * (covered < self.density)}{100 * min(self.density, covered):.3g}%"
-        return f"slashes on {share} of the blocks, plus {self.columns:,} columns per head"
+        slashes = f"slashes on {share} of the blocks"
+        of_fewest = replace(self, most=self.fewest).most_covered(config)
+        if self.fewest > 1 and of_fewest > self.density:
+            slashes = f"{'at least ' * (self.most != self.fewest)}{self.fewest:,} slashes per head"
+        return f"{slashes}, plus {self.columns:,} columns per head"
 
     def sparsity(self) -> list[str]:
         """Return settings whose plan has about as many pairs; memory depends on them."""

@@ -107,6 +107,21 @@ def test_a_prediction_keeps_the_bounds_of_a_users_pattern(nearest):
 
 
 @pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        # Of 128 blocks, 2 slashes cover at most 3.1 % of the pairs of blocks, and 20 up to 28 %.
+        ({"min_slashes": 2}, "slashes on 5% of the blocks"),
+        ({"min_slashes": 20}, "at least 20 slashes per head"),
+        ({"min_slashes": 20, "max_slashes": 20}, "20 slashes per head"),
+    ],
+)
+def test_a_line_says_how_many_slashes_a_pattern_forces(bounds, said):
+    words = [f"sparsity.{name}={number}" for name, number in bounds.items()]
+    request = Request(("seq=16k", "sparsity=vertical_slash", *words), None, None, None, 1)
+    assert f": {said}, plus 2,048 columns per head" in request.describe_pairs("clustered")
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"columns": 2}, "columns=2: sparsity=nearest allows at most 1 per head"),
