@@ -1,13 +1,16 @@
-"""Do once what every process of `gloo.run` and `warm.run` would do: import, and compose a config.
+"""Do once what every process of `gloo.run` and `warm.run` would do.
 
-The server from which the processes are forked imports this module. Test modules import pytest,
-optimizers import torch._dynamo, and records import pandas.
+That is: import, compose configurations, and read the sources of Python's library. The server from
+which the processes are forked imports this module. Test modules import pytest, optimizers import
+torch._dynamo, and records import pandas.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
+import types
 
 import pandas  # noqa: F401
 import peft  # noqa: F401
@@ -21,13 +24,22 @@ import mtrain_cli.launch.local
 import mtrain_cli.launch.worker
 import mtrain_cli.training.loop  # noqa: F401
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.data import kinds
+from mtrain_cli.training import trainer
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):
         import triton_interpreter
 
         triton_interpreter.remember_types()
-compose([])
+for words in [], ["sparsity=vertical_slash"], ["sparsity=fixed"], ["sparsity=block_topk"]:
+    compose(words)
+kinds.stdlib_corpus = functools.cache(kinds.stdlib_corpus)
+kinds.stdlib_corpus()
+# The collection after a first step would visit, and so copy, all objects of the server.
+trainer.gc = types.SimpleNamespace(
+    collect=lambda: 0, freeze=lambda: gc.freeze(), unfreeze=lambda: gc.unfreeze()
+)
 # A process need not visit the objects of the server in each of its garbage collections.
 gc.collect()
 gc.freeze()

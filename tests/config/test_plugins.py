@@ -77,19 +77,22 @@ def test_its_names_are_listed_completed_and_checked_without_torch(site):
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
         assert problem in refused.stderr
     assert "lowest-loss" in mtrain_with(site, "--help", first=NO_TORCH).stdout
-    for word, wanted in (
-        ("mask=pa", "mask=pages"),
-        ("sparsity=a_", "sparsity=a_shape"),
-        ("topology.exchange=mi", "topology.exchange=mirrored_ring"),
-        ("train.callbacks=", "train.callbacks=[lowest_loss]"),
-        ("sparsity.sin", "sparsity.sinks="),
-    ):
-        code = (
-            f"{NO_TORCH}\nfrom mtrain_cli.commands.completion import complete_overrides\n"
-            f"print([word for word, _ in complete_overrides({word!r})])"
-        )
-        found = python_with(site, code)
-        assert wanted in found.stdout, found.stderr
+    completed = {
+        "mask=pa": "mask=pages",
+        "sparsity=a_": "sparsity=a_shape",
+        "topology.exchange=mi": "topology.exchange=mirrored_ring",
+        "train.callbacks=": "train.callbacks=[lowest_loss]",
+        "sparsity.sin": "sparsity.sinks=",
+    }
+    code = (
+        f"{NO_TORCH}\nfrom mtrain_cli.commands.completion import complete_overrides\n"
+        f"for begun in {[*completed]}: print([word for word, _ in complete_overrides(begun)])"
+    )
+    found = python_with(site, code)
+    lines = found.stdout.splitlines()
+    assert len(lines) == len(completed), found.stderr
+    for wanted, line in zip(completed.values(), lines, strict=True):
+        assert wanted in line
 
 
 def test_a_run_without_its_package_says_so_in_one_line(run, tmp_path):
