@@ -96,13 +96,13 @@ def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
     """Return the fastest outcome that fits, else the outcome that needs the least memory."""
     fitting = [o for o in outcomes if o.step.fits]
     if fitting:
-        return min(fitting, key=lambda o: o.step.seconds.value)
+        return min(fitting, key=lambda o: o.step.order)
     return min(outcomes, key=lambda o: o.plan.memory.total)
 
 
 def best_line(outcomes: Sequence[PredictedScenario]) -> str:
     """Return a line on the fastest outcome that fits, and its lead."""
-    fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
+    fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.order)
     if not fitting:
         return "best   none of these fits; `mtrain simulate recommend` says what would fit"
     best, more = fitting[0], ""

@@ -55,8 +55,10 @@ def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
     def seconds(bound: str) -> Callable[[Row], Any]:
         return possible(lambda row: row["seconds"][bound])
 
-    def bounds(row: Row) -> str:
-        return f"{number(row['seconds']['low'])} - {number(row['seconds']['high'])}"
+    def bounds(row: Row) -> str | None:
+        low, high = row["seconds"]["low"], row["seconds"]["high"]
+        # Equal bounds were not predicted: a search predicts them for its two best.
+        return f"{number(low)} - {number(high)}" if low < high else None
 
     def rate(row: Row) -> float:
         return row["tokens_per_second_per_gpu"]["value"]

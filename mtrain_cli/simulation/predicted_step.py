@@ -144,6 +144,12 @@ class PredictedStep:
         self._wait_for_host()
 
     @property
+    def order(self) -> tuple[float, float, float]:
+        """Sort from fast to slow. If all wait for the host, the one whose GPUs wait longest wins."""
+        seconds = self.seconds.value
+        return round(seconds, 9), seconds - 1e-6 * self.for_host, self.gib
+
+    @property
     def parts(self) -> dict[str, float]:
         return {name: us / 1e6 for name, us in self.us.items()}
 

@@ -143,7 +143,7 @@ def recommend(
         outcomes.extend(_outcomes(cluster, scenario, plans))
     if not outcomes:
         return Recommendation((), rejected, _least(search.tight))
-    outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
+    outcomes.sort(key=lambda outcome: outcome.step.order)
     best, *others = outcomes
     runner = next((o for o in others if place(o) != place(best)), next(iter(others), None))
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
