@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.sizes import parse_size
-from mtrain_cli.model import fp8_rows
 from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.model.feed_forward import (
     FeedForwardOptions,

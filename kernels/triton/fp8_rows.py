@@ -279,7 +279,7 @@ def gate_backward_rows(
 
 
 def largest_of(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude in up to three matrices, float32 [1]."""
+    """Return the largest magnitude in up to three matrices of less than 2^31 elements each."""
     bits = torch.zeros(1, dtype=torch.int32, device=matrices[0].device)
     flat = [matrix.contiguous().flatten() for matrix in matrices]
     programs = sum(triton.cdiv(len(values), _ELEMENTS) for values in flat)

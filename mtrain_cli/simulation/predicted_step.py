@@ -19,6 +19,7 @@ from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, TensorMessages, dealt_over
+from mtrain_cli.simulation.host_time import host_ms
 from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import NOT_SLOW
@@ -32,7 +33,6 @@ from mtrain_cli.training.flops import (
     layer_kinds,
     recomputed_pair_share,
 )
-from mtrain_cli.training.host_time import host_ms
 from mtrain_cli.training.pipeline_plan import ModelPart, PipelinePlan, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
@@ -145,7 +145,7 @@ class PredictedStep:
 
     @property
     def order(self) -> tuple[float, float, float]:
-        """Sort from fast to slow. If all wait for the host, the one whose GPUs wait longest wins."""
+        """Sort from fast to slow, and those that wait for the host by what their GPUs do."""
         seconds = self.seconds.value
         return round(seconds, 9), seconds - 1e-6 * self.for_host, self.gib
 

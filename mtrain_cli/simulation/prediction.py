@@ -30,7 +30,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
 from mtrain_cli.records.index_file import RecordedSetup
-from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
+from mtrain_cli.simulation import costs, expert_cost, host_time, non_attention_cost, timeline
 from mtrain_cli.simulation.calibration import (
     DENSE,
     HIGH,
@@ -56,7 +56,6 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
-from mtrain_cli.training import host_time
 from mtrain_cli.training.flops import causal_pairs
 
 

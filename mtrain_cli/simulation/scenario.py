@@ -312,12 +312,14 @@ class PredictedScenario:
         if self.step.for_host:
             shown.append(
                 "the GPUs wait for the host, which launches a step more slowly than they run it; "
-                "longer sequences, a larger train.micro_batch or fewer GPUs use them better"
+                "longer sequences, a larger train.micro_batch"
+                f"{' or fewer GPUs' * (plan.dims.workers > 1)} use them better"
             )
         if isinstance(config.sparsity, BlockTopkSettings) and config.sparsity.score == "learned":
             shown.append(
                 "block_topk updates its maps once for each micro-batch: steps take longer than "
-                "this in the first 112 micro-batches, in which it updates them 8 times"
+                "this in the first 113 micro-batches, in which it updates them 8 times (the "
+                "first: 128)"
             )
         if plan.dims.tp > 1 or plan.dims.pp > 1:
             shown.append("tensor and pipeline parallelism: no measurement on GPUs was compared")

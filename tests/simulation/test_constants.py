@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.config.cluster import SOURCES, Constant
-from mtrain_cli.simulation import calibration, costs, expert_cost, non_attention_cost, timeline
+from mtrain_cli.simulation import (
+    calibration,
+    costs,
+    expert_cost,
+    host_time,
+    non_attention_cost,
+    timeline,
+)
 from mtrain_cli.simulation.costs import LAUNCHES
 from mtrain_cli.simulation.prediction import CONSTANTS
-from mtrain_cli.training import host_time
 
 
 def test_every_constant_has_a_source_a_note_and_a_range_around_its_value():

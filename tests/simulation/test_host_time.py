@@ -8,6 +8,8 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.simulation import host_time
+from mtrain_cli.simulation.host_time import host_ms
 from mtrain_cli.simulation.predicted_step import PIPELINE
 from mtrain_cli.simulation.scenario import (
     PairSource,
@@ -17,8 +19,6 @@ from mtrain_cli.simulation.scenario import (
     evaluate,
     plan_on,
 )
-from mtrain_cli.training import host_time
-from mtrain_cli.training.host_time import host_ms
 from mtrain_cli.training.planning import make_plan
 
 QWEN = ("model=qwen3b", "data.document_mask=false")
@@ -72,6 +72,17 @@ def test_only_the_host_differs_and_only_with_few_tokens(request):
     assert few.parts | {"host": 0.0} == alone.parts | {"host": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("seq", "workers", "said"),
+    [("16k", 2, "train.micro_batch or fewer GPUs use"), ("8k", 1, "train.micro_batch use")],
+)
+def test_a_note_says_what_helps_if_the_gpus_wait(seq, workers, said):
+    words = (*SPARSE, NOTHING_AGAIN)
+    few, many = (step(f"seq={n}", *words, workers=workers).remarks for n in (seq, "256k"))
+    assert [said in note for note in few if "wait for the host" in note] == [True]
+    assert not any("wait for the host" in note for note in many)
+
+
 def test_what_the_host_does_in_a_layer():
     ms = {name: getattr(host_time, name).value for name in host_time.CONSTANTS}
     layer, sparse = ms["LAYER_MS"], ms["LAYER_MS"] + ms["SPARSE_MS"]
@@ -83,6 +94,10 @@ def test_what_the_host_does_in_a_layer():
     assert host(*SPARSE, "sparsity.dense_layers=10", numbers=range(20, 36)) == pytest.approx(
         ms["STEP_MS"] + 6 * sparse + 10 * layer
     )
+
+
+def test_a_fixed_index_takes_the_host_as_long_as_none():
+    assert host("sparsity=fixed") == host("sparsity=dense") < host(*SPARSE)
 
 
 def test_experts_take_the_host_longer_than_an_mlp():

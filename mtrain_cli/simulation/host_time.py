@@ -1,15 +1,14 @@
 """How long the host takes to launch a step. With few tokens, the GPUs wait for it.
 
 The host runs Python and autograd and launches kernels, which takes as long for few tokens as for
-many, so this time is a lower bound of a step. Plans (`planning`) and predictions
-(`simulation.predicted_step`) both take it from here. It does not include what recomputation, small
-tiles, offloading, and tensor and pipeline parallelism add.
+many, so this time is a lower bound of a step. It does not include what recomputation, small tiles,
+offloading, a ring's steps, and tensor and pipeline parallelism add.
 
 The constants are milliseconds on two H200s of one host with 32 CPU cores, torch 2.11.0+cu130,
 2026-11-30: Qwen2.5-3B, 16K tokens, `sparsity=vertical_slash` with 12 slashes and 512 columns,
 `train.memory=auto`, which recomputes nothing. The GPUs were busy for about 345 ms of a step of 527
-ms in bfloat16, and for 360 of 518 ms with `train.fp8=all`. In a recorded step, dense layers would
-have taken 0.585 of what the sparse ones took on the host.
+ms in bfloat16, and for 360 of 518 ms with `train.fp8=all`. No dense step was measured: of what the
+host did for a sparse layer in a recorded step, a dense layer needs 0.585.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ STEP_MS = Constant(
 )  # fmt: skip
 LAYER_MS = Constant(
     _DENSE_SHARE * (_SPARSE_STEP - _STEP) / 36, "measured",
-    "ms of the host for both passes of a dense layer; 0.585 (527 - step) / 36", 6.0, 11.0,
+    "ms of the host for both passes of a dense layer; 0.585 (527 - step) / 36, of a sparse step",
+    6.0, 11.0,
 )  # fmt: skip
 SPARSE_MS = Constant(
     (1 - _DENSE_SHARE) * (_SPARSE_STEP - _STEP) / 36, "measured",
@@ -58,6 +58,6 @@ def host_ms(
     sparse = set(numbers) - sparsity.dense_of(model.num_layers)
     experts = sum(n for kind, n in layer_kinds(model, numbers).items() if kind)
     of_layers = len(numbers) * of(LAYER_MS) + experts * of(EXPERTS_MS)
-    if sparsity.pattern != "dense":
+    if sparsity.pattern not in ("dense", "fixed"):  # a layer draws its `fixed` index once
         of_layers += len(sparse) * of(SPARSE_MS)
     return of(STEP_MS) + micro_batches * of_layers
