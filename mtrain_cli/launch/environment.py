@@ -133,7 +133,7 @@ def resolve_environment(
         problems.append(_NO_GPU)
 
     given = None if topology.workers == "auto" else int(topology.workers)
-    workers = given or (job.world_size if job else gpus or CPU_WORKERS)
+    workers = job.world_size if job else given or gpus or CPU_WORKERS
     if not planning:
         problems.extend(_wrong_number_of_workers(workers, given, job, gpus, device))
 

@@ -20,6 +20,7 @@ from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
         ("rope.theta", "model.rope.theta"),
         ("sequence", "seq"),
         ("sequence_length", "seq"),
+        ("checkpoint.every", "train.checkpoint_every"),
     ],
 )
 def test_the_nearest_key_is_found_across_sections(word, name):

@@ -182,9 +182,10 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
     # Counted on a machine, whatever nodes the topology defines.
     virtual = resolve_environment(having(default, gpus_per_node=2))
     assert resolved.local_workers == virtual.local_workers == workers // 2
-    line = f"topology.workers=6: {launcher} started {workers} processes"
-    with pytest.raises(ConfigError, match=line):
+    line = f"topology.workers=6: {launcher} started {workers} processes. Use auto or {workers}."
+    with pytest.raises(ConfigError) as refused:
         resolve_environment(having(default, workers=6))
+    assert refused.value.problems == (line,)
 
 
 @pytest.mark.parametrize(
