@@ -192,12 +192,13 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def write_record(failure: Failure) -> None:
-    """Write ``failure`` to the file that the launcher reads, unless an earlier one is there.
+    """Write ``failure`` to the file that the launcher reads, unless this process has written one.
 
+    The failure of an earlier command of this rank, which the user's script ignored, is replaced.
     torchrun ends its report with the call stack, or else with the message, of the first failure.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
+    path, pid = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.getpid()
+    if not path or _record_in(Path(path)).get("pid") == pid:
         return
     stack = failure.trace.rstrip() if failure.kind == "error" else ""  # a mistake needs none
     extra = {
@@ -206,13 +207,24 @@ def write_record(failure: Failure) -> None:
     message = {"message": printable(failure.message), "extraInfo": extra}
     # On a full disk no record is written. The exit code still reports the failure.
     with contextlib.suppress(OSError):
-        replace_text(Path(path), json.dumps({"message": message, "mtrain": failure.record}))
+        record = {**failure.record, "pid": pid}
+        replace_text(Path(path), json.dumps({"message": message, "mtrain": record}))
 
 
-def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
-    """Return the failure of a worker from its record or exit code. None: it runs or succeeded."""
-    if path.exists():
-        return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
+def _record_in(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(path.read_text())["mtrain"]
+    return {}
+
+
+def read_record(rank: int, pid: int, exit_code: int | None, path: Path) -> Failure | None:
+    """Return the failure of a worker from its record or exit code. None: it runs or succeeded.
+
+    pid: of the worker. A record of another process, such as a command that it ran, does not count.
+    """
+    record = _record_in(path)
+    if record.pop("pid", None) == pid:
+        return Failure(rank, exit_code, **record)
     if not exit_code:
         return None
     return Failure(rank, exit_code, "died", _describe_exit(exit_code))

@@ -413,7 +413,7 @@ class Supervisor:
 
     def _failures_so_far(self) -> list[Failure]:
         records = (
-            failures.read_record(rank, process.poll(), self._failure_file(rank))
+            failures.read_record(rank, process.pid, process.poll(), self._failure_file(rank))
             for rank, process in enumerate(self._processes)
         )
         return [failure for failure in records if failure is not None]

@@ -71,7 +71,6 @@ MISTAKES = {
     "sparsity.max_slashes",
     "mask=full --density 5%": "mask.kind=full: sparsity.pattern=vertical_slash needs a mask in",
     "mask=sliding_window mask.full_every=2 --layers 2": "layers=2: mask.full_every=2 needs all",
-    "methods density=5%": "density: has no effect on the methods; leave it out",
     # configurations that are impossible
     "train.dtype=float32": "train.dtype=float32: no times were measured; allowed: auto, bfloat16",
     "train.kernel=flash4": "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA",

@@ -106,6 +106,20 @@ def test_more_blocks_than_the_index_allows_trap(documents, name, emulator, monke
         )
 
 
+def test_more_blocks_than_a_list_of_the_front_holds_trap(emulator, monkeypatch):
+    tiles = column_problem(1, width=128, batch=1, kv_heads=1).tiles
+    front = Front(group=4, parts=1, tiles=1)
+    use_emulator(emulator, monkeypatch, block_lists)
+    count = block_lists.index_lists(tiles, True, front)["partial_count"]
+    most = int(count.max())
+    assert most == count[:, :, : front.blocks].max() > 2
+    monkeypatch.setattr(Front, "list_width", lambda *_: most)
+    assert torch.equal(block_lists.index_lists(tiles, True, front)["partial_count"], count)
+    monkeypatch.setattr(Front, "list_width", lambda *_: most - 1)
+    with pytest.raises(RuntimeError, match="trap"):
+        block_lists.index_lists(tiles, True, front)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["whole", "striped"])
 def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulator, monkeypatch):
@@ -138,6 +152,17 @@ def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulat
     assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(
         emulator.launched
     )
+
+
+def test_a_column_after_all_of_the_other_heads_keeps_its_gradient(emulator, monkeypatch):
+    """The search for it ends behind that head's columns, where those of the next head begin."""
+    slots = torch.tensor([[[0, 1, 2], [3, 4, 5]]], dtype=torch.int32)
+    columns = torch.randn(2, 1, 1, 2, 3, 8)
+    use_emulator(emulator, monkeypatch, packed_columns)
+    dk, dv = torch.zeros(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
+    packed_columns.add_column_gradients(dk, dv, *columns, slots)
+    for target, source in zip((dk, dv), columns, strict=True):
+        assert torch.equal(target.flatten(), source.flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

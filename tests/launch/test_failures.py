@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +73,37 @@ def test_a_record_is_read_back_unchanged(tmp_path, monkeypatch, error, kind):
     assert left.kind == kind
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "record"))
     failures.write_record(left)
-    back = failures.read_record(3, 1, tmp_path / "record")
+    back = failures.read_record(3, os.getpid(), 1, tmp_path / "record")
     assert back == replace(left, rank=3)
     assert [path.name for path in tmp_path.iterdir()] == ["record"]
+
+
+@pytest.mark.parametrize("before", ["of another process", "of torch", "cut off", None])
+def test_the_first_failure_of_a_process_replaces_the_record_of_an_earlier_one(
+    tmp_path, monkeypatch, before
+):
+    file = tmp_path / "record"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    if before == "of another process":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)
+            failures.write_record(failed(-1, "config"))
+    elif before:
+        file.write_text('{"message": "failed"}' if before == "of torch" else '{"message')
+    cause = failed(-1, "error", 2.0)
+    for failure in (cause, replace(cause, message="a consequence")):
+        failures.write_record(failure)
+        assert failures.read_record(-1, os.getpid(), 1, file) == cause
+
+
+@pytest.mark.parametrize("trace", ["", "Traceback: \x1b[2J\x07"])
+def test_torchrun_shows_no_control_characters_of_a_failure(tmp_path, monkeypatch, trace):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "record"))
+    failures.write_record(Failure(-1, 1, "error", "no file \x1b[2J\x07", trace))
+    message = json.loads((tmp_path / "record").read_text())["message"]
+    for shown in (message["message"], message["extraInfo"]["py_callstack"]):
+        assert shown.isprintable(), shown
+        assert "[2J" in shown
 
 
 @pytest.mark.parametrize(
@@ -87,7 +117,7 @@ def test_a_record_is_read_back_unchanged(tmp_path, monkeypatch, error, kind):
 def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exit_code, reason):
     log = tmp_path / "rank-2.log"
     log.write_text("".join(f"line {n}\n" for n in range(100)))
-    failure = failures.read_record(2, exit_code, tmp_path / "no record")
+    failure = failures.read_record(2, os.getpid(), exit_code, tmp_path / "no record")
     lines = failures.format_report(failure, log).splitlines()
     assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]

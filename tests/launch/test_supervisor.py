@@ -77,6 +77,27 @@ def test_each_worker_has_its_rank_and_its_own_failure_file(tmp_path):
     ]
 
 
+def test_the_record_of_a_command_that_a_worker_runs_is_not_the_workers(tmp_path):
+    run = supervisor(
+        tmp_path,
+        """
+        from mtrain_cli.launch.failures import Failure, write_record
+        if rank == 0:
+            if os.fork() == 0:
+                write_record(Failure(-1, 1, "config", "a failure that the worker ignores"))
+                os._exit(2)
+            os.wait()
+            time.sleep(0.5)  # the supervisor looks meanwhile
+            write_record(Failure(-1, 1, "error", "the cause"))
+            os._exit(1)
+        time.sleep(60)
+        """,
+        workers=2,
+    )
+    run.run_to_end()
+    assert [(failure.rank, failure.message) for failure in run.failures] == [(0, "the cause")]
+
+
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("mtrain_cli.launch.local.STOP_GRACE_S", 1)
     run = supervisor(

@@ -26,3 +26,9 @@ def test_json_of_methods_has_bytes():
     assert rows["DP"]["formula"]
     assert not rows["ZeRO-3"]["formula"]
     assert rows["ZeRO-3"]["optimizer"] * 7 < rows["DP"]["optimizer"]
+
+
+def test_a_key_that_the_methods_do_not_use_is_refused():
+    result = simulate("methods model=tiny seq=16k density=5%")
+    assert result.exit_code == 2
+    assert result.stderr == "mtrain: density: has no effect on the methods; leave it out\n"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from attention.sparse_problems import gated_index
 from simulation.counting import count_work
 from simulation.recordings import lines
@@ -19,6 +22,7 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW
+from mtrain_cli.simulation.costs import LISTED_BLOCKS
 from mtrain_cli.simulation.prediction import (
     AttentionWorkload,
     BoundedTime,
@@ -173,3 +177,17 @@ def test_the_default_kernel_computes_the_blocks_and_gates_of_an_index():
     found = [default_kernel(h200, index) for index in (None, whole, gated, lines(0))]
     assert found == ["flash4", "flash4", "triton", "triton"], "blocks of 16 tokens are the last"
     assert [default_kernel(a100, index) for index in (None, whole)] == ["sdpa", "triton"]
+
+
+@pytest.mark.parametrize(("kernel", "slower"), [("triton", True), ("flash4", False)])
+def test_only_triton_takes_longer_for_lists_of_blocks(kernel, slower, monkeypatch):
+    index = BlockBitmap.whole(BLOCK, torch.ones(1, HEADS, SEQ // BLOCK, SEQ // BLOCK).bool())
+    lists = replace(problem("blocks"), index=lambda _: index)
+    cluster, setup = load_cluster("h200_1x8"), ReplaySetup("striped", "ring", 8, 8)
+    times = []
+    for factor in (1.0, 10.0):
+        constant = replace(LISTED_BLOCKS, value=factor)
+        monkeypatch.setattr("mtrain_cli.simulation.prediction.LISTED_BLOCKS", constant)
+        found = predict(cluster, lists, setup, kernel=kernel, bounds=False)
+        times.append(found.passes["forward"].computed)
+    assert times[1] > times[0] if slower else times[1] == times[0]

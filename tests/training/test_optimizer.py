@@ -126,6 +126,29 @@ def test_the_learning_rate_warms_up_and_ends_at_its_floor(kind):
     assert (results[98] > floor) == (kind != "constant")
 
 
+@pytest.mark.parametrize("begin", [0, 40])
+@pytest.mark.parametrize(
+    ("steps", "falls", "end"),
+    [
+        (10, False, "1.00e+00"),
+        (11, False, "1.00e+00"),
+        (12, True, "9.90e-01"),
+        (99, True, "1.10e-01"),
+        (100, True, ""),
+    ],
+)
+def test_the_description_says_where_a_short_run_ends(begin, steps, falls, end):
+    """The rate is at its peak until step 11 of the schedule, and at its floor in step 100."""
+    schedule = LearningRateSchedule(
+        kind="linear", peak=1.0, ratio=0.1, warmup=10, begin=begin, steps=100, decay=89
+    )
+    fall = f", decay to 1.00e-01 from step {begin + 11} to step {begin + 100}"
+    stop = f"; train.steps={begin + steps} ends the run at {end}"
+    first = f"linear{', from step 41' if begin else ''}: warm up over 10 steps to a peak of "
+    expected = f"{first}1.00e+00{fall * falls}{stop * bool(end)}"
+    assert schedule.describe(begin + steps) == expected
+
+
 def test_each_schedule_has_its_shape():
     assert rates("optim.schedule=cosine")[10 + 89 // 2] == pytest.approx(0.55, abs=0.01)
     linear = rates("optim.schedule=linear")
