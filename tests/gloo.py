@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,14 @@ def environment(
     return Environment("cpu", dims, per_node or world, rank, rank, "mtrain", world)
 
 
+# Some tests remove it, which must not decide how the kernels of all later processes run.
+_GIVEN = {name: os.environ[name] for name in ("TRITON_INTERPRET",) if name in os.environ}
+
+
 def start_server() -> None:
     """Start the server unless it runs. It looks for `gloo_server` in its working folder."""
     multiprocessing.set_forkserver_preload(["gloo_server"])
-    with contextlib.chdir(Path(__file__).parent):
+    with contextlib.chdir(Path(__file__).parent), mock.patch.dict(os.environ, _GIVEN):
         forkserver.ensure_running()
 
 

@@ -57,8 +57,9 @@ def _similarity(word: str, name: str) -> float:
     ratio = _ratio(word_leaf, leaf)
     if not word_section:
         return max(_ratio(word, name), ratio - (0.01 if section else 0.0))
-    joined = _ratio(word.replace(".", "_"), leaf) - 0.01  # checkpoint.every: train.checkpoint_every
-    return max(joined, 0.75 * ratio + 0.25 * _ratio(word_section, section))
+    if section and word.replace(".", "_") == leaf:  # checkpoint.every for train.checkpoint_every
+        return 0.99
+    return 0.75 * ratio + 0.25 * _ratio(word_section, section)
 
 
 def _ratio(a: str, b: str) -> float:

@@ -54,7 +54,7 @@ def test_the_figures_of_a_row():
 
 def test_the_best_is_the_fastest_that_fits():
     def outcome(name: str, seconds: float, total: int, *, fits: bool) -> SimpleNamespace:
-        step = SimpleNamespace(fits=fits, seconds=SimpleNamespace(value=seconds))
+        step = SimpleNamespace(fits=fits, seconds=SimpleNamespace(value=seconds), order=(seconds,))
         memory, exchange = SimpleNamespace(total=total), SimpleNamespace(label="ring")
         plan = SimpleNamespace(memory=memory, exchange=exchange)
         return SimpleNamespace(layout=name, step=step, plan=plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
     Path(folder).mkdir(exist_ok=True)
     progress_record.start_record(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainers, "gc", gc)  # garbage would hold the storage of others
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "chunked_losses", no_room)
         with pytest.raises(RunError) as caught:
