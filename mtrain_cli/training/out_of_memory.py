@@ -156,10 +156,13 @@ def _failure_location() -> str:
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
-    """Return all tensors on the run's device, grouped by kind, shape and dtype, largest first."""
+    """Return all tensors on the run's device, grouped by kind, shape and dtype, largest first.
+
+    The first tensor of the model names its group.
+    """
     named = _named(context.trainer, context.names) if context.trainer is not None else {}
-    variables = dict(_variables(error))
-    groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
+    variables, order = dict(_variables(error)), {address: n for n, address in enumerate(named)}
+    groups: dict[tuple[str, _Shape, str], list[tuple[int, str, int]]] = defaultdict(list)
     seen: set[int] = set()
     for tensor in _tensors(context.environment.device):
         storage = tensor.untyped_storage()
@@ -167,11 +170,13 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
         if not address or address in seen:
             continue
         seen.add(address)
-        kind, name = named.get(address) or (REST, variables.get(address, "not named"))
+        unnamed = REST, variables.get(address, "not named"), tuple(tensor.shape)
+        kind, name, shape = named.get(address, unnamed)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        groups[kind, tuple(tensor.shape), dtype].append((name, storage.nbytes()))
+        member = order.get(address, len(order)), name, storage.nbytes()
+        groups[kind, shape, dtype].append(member)
     held = [
-        HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(n for _, n in members))
+        HeldTensors(kind, min(members)[1], shape, dtype, len(members), sum(m[-1] for m in members))
         for (kind, shape, dtype), members in groups.items()
     ]
     if context.environment.device == "cuda":
@@ -181,14 +186,21 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
     return sorted(held, key=lambda group: -group.bytes)
 
 
-def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """Return the kind and name of each tensor that belongs to a parameter, by storage address."""
-    by_address: dict[int, tuple[str, str]] = {}
+_Shape = tuple[int, ...]
+
+
+def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str, _Shape]]:
+    """Return kind, name and shape of each tensor that belongs to a parameter, by storage address.
+
+    Other tensors may share the storage, with other shapes.
+    """
+    by_address: dict[int, tuple[str, str, _Shape]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with contextlib.suppress(RuntimeError, AttributeError):
-            by_address.setdefault(local.untyped_storage().data_ptr(), (kind, name))
+            address = local.untyped_storage().data_ptr()
+            by_address.setdefault(address, (kind, name, tuple(local.shape)))
 
     for parameter, state in trainer.optimizer.state.items():
         for key, value in state.items():
