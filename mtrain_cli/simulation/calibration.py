@@ -320,9 +320,7 @@ class KernelCurves:
         def times(curve: Curve) -> Curve:
             return replace(curve, ms_per_tflop=factor * curve.ms_per_tflop)
 
-        whole = {direction: times(curve) for direction, curve in self.whole.items()}
-        alone = {form: times(curve) for form, curve in self.alone.items()}
-        return replace(self, whole=whole, alone=alone)
+        return replace(self, whole={name: times(curve) for name, curve in self.whole.items()})
 
 
 def kernels_for(

@@ -27,12 +27,12 @@ STEP_MS = Constant(
     10.0, 60.0,
 )  # fmt: skip
 LAYER_MS = Constant(
-    _DENSE_SHARE * (_SPARSE_STEP - _STEP) / 36, "measured",
+    _DENSE_SHARE * (_SPARSE_STEP - _STEP) / 36, "guess",
     "ms of the host for both passes of a dense layer; 0.585 (527 - step) / 36, of a sparse step",
     6.0, 11.0,
 )  # fmt: skip
 SPARSE_MS = Constant(
-    (1 - _DENSE_SHARE) * (_SPARSE_STEP - _STEP) / 36, "measured",
+    (1 - _DENSE_SHARE) * (_SPARSE_STEP - _STEP) / 36, "guess",
     "ms of the host that a sparse layer takes longer, for its index and its lists of blocks",
     4.0, 8.0,
 )  # fmt: skip

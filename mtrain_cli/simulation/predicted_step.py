@@ -145,7 +145,7 @@ class PredictedStep:
 
     @property
     def order(self) -> tuple[float, float, float]:
-        """Sort from fast to slow, and those that wait for the host by what their GPUs do."""
+        """Key that sorts steps by time, then by their GPUs' own time, then by memory."""
         seconds = self.seconds.value
         return round(seconds, 9), seconds - 1e-6 * self.for_host, self.gib
 

@@ -114,7 +114,7 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
 
 def test_a_slow_rank_may_be_in_any_group():
     """A slow rank costs the same in any group, and the slowest of several groups counts."""
-    # With so many tokens, no step is bound by the host.
+    # At 512K, the host launches a step faster than the GPUs run it.
     dense = DENSE.replace("seq=32k", "seq=512k")
     words = (dense, "train.global_batch=2 topology.context_parallel=4", STRIPED)
     for more in ((), ("--attention-only",)):

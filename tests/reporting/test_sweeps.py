@@ -63,6 +63,10 @@ def test_units_agree_in_table_and_sheet():
         "8 - 32",
         "20.0%",
     )
+    without = {**mine[0], "seconds": dict.fromkeys(("low", "value", "high"), 16)}
+    place = [column.name for column in table.shown].index("best - worst")
+    cells = sweep_table([("one", [without, mine[1]])]).cells()
+    assert [line[place] for line in cells] == ["", "4 - 16"], "equal bounds were not predicted"
     line = table.records()[0]
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
     assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)

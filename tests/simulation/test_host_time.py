@@ -72,6 +72,15 @@ def test_only_the_host_differs_and_only_with_few_tokens(request):
     assert few.parts | {"host": 0.0} == alone.parts | {"host": 0.0}
 
 
+def test_of_steps_that_wait_for_the_host_the_one_with_less_work_of_the_gpus_is_first():
+    words = ("seq=16k", *SPARSE)
+    kept, again = (
+        step(*words, f"train.activation_checkpoint={how}").step for how in ("none", "selective")
+    )
+    assert kept.seconds.value == pytest.approx(again.seconds.value)
+    assert min(again, kept, key=lambda found: found.order) is kept
+
+
 @pytest.mark.parametrize(
     ("seq", "workers", "said"),
     [("16k", 2, "train.micro_batch or fewer GPUs use"), ("8k", 1, "train.micro_batch use")],

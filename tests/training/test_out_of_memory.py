@@ -18,6 +18,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.model import parallelize
 from mtrain_cli.model.loss import chunked_losses
+from mtrain_cli.training import out_of_memory
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.trainer import Trainer
@@ -77,10 +78,13 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             )
         return chunked_losses(*arguments, **options)
 
+    tensors = out_of_memory._tensors
     Path(folder).mkdir(exist_ok=True)
     progress_record.start_record(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers, "gc", gc)  # garbage would hold the storage of others
+        if where == "loss":  # the order in which garbage collection lists tensors is arbitrary
+            patch.setattr(out_of_memory, "_tensors", lambda device: reversed([*tensors(device)]))
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "chunked_losses", no_room)
         with pytest.raises(RunError) as caught:
